@@ -110,8 +110,8 @@ def rows_ms(model: Any, root: Path, passes: dict[str, list[str]], rounds: int) -
             with bell:
                 while any(one.failure is None and not one.is_ready() for one in loans):
                     bell.wait(0.1)
-            slots = sorted(loan.slot for loan in loans for _ in range(ROWS // len(loans))) or [0] * ROWS
-            with torch.no_grad(), store.in_step(slots):
+            indices = sorted(loan.adapter_index for loan in loans for _ in range(ROWS // len(loans))) or [0] * ROWS
+            with torch.no_grad(), store.in_step(indices):
                 model(input_ids=ids, use_cache=False)  # what the first pass alone allocates
                 began = time.perf_counter()
                 model(input_ids=ids, use_cache=False)

@@ -2,7 +2,7 @@
 
 Each adapter has rank 16 on all linear layers of SmolLM2-135M and is packed in bf16. Its weights are random, and the
 model has only the shapes of SmolLM2-135M, so nothing is downloaded. A switch begins when a request names an adapter
-that has no slot, which is an adapter's place on the device. A switch ends when the request can run. Files are
+that has no place on the device. A switch ends when the request can run. Files are
 in the page cache. The peer is PEFT's `load_adapter`. The table also shows processor time, which depends less on other
 work on the machine.
 """
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tenant_sdk.serving.adapters.targets import linear_layers, shape_of
 
 RANK = 16
@@ -63,7 +63,7 @@ Times = tuple[float, float]
 
 def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: int) -> list[Times]:
     """Returns the times of `count` switches, each to the next adapter of `names`. Every switch loads an adapter,
-    because there are fewer slots than adapters."""
+    because there are fewer places than adapters."""
     ready = threading.Event()
     store = AdapterStore(model, root, host_bytes=host_bytes, device_slots=2, on_ready=ready.set, preload=names)
     times = []
@@ -78,7 +78,7 @@ def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: i
             raise SystemExit(f"a switch failed: {loan.failure}")
         loan.release()
     store.close()
-    return times[len(names) :]  # without the first round, which writes to slots that were never used
+    return times[len(names) :]  # without the first round, which writes to places that were never used
 
 
 def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[Times]:

@@ -1,10 +1,10 @@
 """Runs a random mix of requests through the engine, over mTLS, with a provider that is killed now and then.
 
 Requests join and are cancelled at random. Six of the adapters are padded to the same rank, of which the device has two
-slots, and host memory has room for about three adapters. So adapters are loaded onto the device, and read from disk,
+places, and host memory has room for about three adapters. So adapters are loaded onto the device, and read from disk,
 all the time. `python -m benchmarks.serving_mix [SECONDS]` returns exit status 1 if an answer was wrong, if a mask row
-was sent twice or lost, if a request failed for another reason than the provider's absence, if an adapter's slot was
-lost, if too few adapters were loaded (`LOAD_EVERY_S`, `READ_EVERY_S`), or if a request, an adapter's slot or KV memory
+was sent twice or lost, if a request failed for another reason than the provider's absence, if an adapter's place was
+lost, if too few adapters were loaded (`LOAD_EVERY_S`, `READ_EVERY_S`), or if a request, an adapter's place or KV memory
 was still held at the end.
 
 An answer is right if its tokens are those of `client.generate` with the same prompt and adapter, up to the first token
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 PROMPTS = ("Why are there tides?", "Name a bird that cannot fly, and say where it lives.", "Count to five.")
 RANKS = (16, 9, 16, 12, 16, 14, 8, 32)
 """The adapters' ranks. The first six are padded to 16, the others are not; see `tenant_sdk.serving.adapters.store`."""
-SLOTS = 2
-"""The device slots of each padded rank. So four of the six adapters of padded rank 16 are always absent."""
+PLACES = 2
+"""The device places of each padded rank. So four of the six adapters of padded rank 16 are always absent."""
 HOST_ADAPTERS = 3
 """The number of adapters of rank 16 that fit into host memory."""
 NEW_TOKENS = 10
@@ -96,8 +96,8 @@ class Mix:
         loads: what the store did in each third of the run.
         rows: what became of the mask rows.
         left: what was still held at the end: requests, KV bytes, adapters.
-        lost_slots: the adapter slots that were neither held nor reusable at the end. It is negative if a slot counted
-            as both.
+        lost_places: the adapter places that were neither held nor reusable at the end. It is negative if a place
+            counted as both.
         distinct: the number of different reference answers. If adapters changed nothing, it would be the number of
             prompts.
     """
@@ -111,7 +111,7 @@ class Mix:
     loads: tuple[Loads, ...] = ()
     rows: RowBalance = field(default_factory=RowBalance)
     left: tuple[int, int, int] = (0, 0, 0)
-    lost_slots: int = 0
+    lost_places: int = 0
     distinct: int = 0
 
     @property
@@ -119,7 +119,7 @@ class Mix:
         """Returns whether nothing was wrong, lost, sent twice or left over, and no other error came. There must also be
         more than ten right answers and at least one cancelled answer, adapters must have changed answers, and enough
         adapters must have been loaded in each third of the run."""
-        lost = self.rows.twice or self.rows.lost or self.lost_slots or any(self.left)
+        lost = self.rows.twice or self.rows.lost or self.lost_places or any(self.left)
         if self.wrong or self.other or lost or not self.rows.sent:
             return False
         loaded = len(self.loads) == 3 and all(part.are_enough for part in self.loads)
@@ -215,7 +215,7 @@ def opened(folder: Path, url: str) -> Iterator[TenantClient]:
 
 @contextmanager
 def engine_of(client: TenantClient, adapters: Path) -> Iterator[tuple[Engine, AdapterStore]]:
-    """Opens an engine with few device slots and little host memory for adapters, and yields it and its store."""
+    """Opens an engine with few device places and little host memory for adapters, and yields it and its store."""
     import torch
 
     import tenant_sdk
@@ -226,7 +226,9 @@ def engine_of(client: TenantClient, adapters: Path) -> Iterator[tuple[Engine, Ad
 
     def make_store(model: Any, wake: Any) -> AdapterStore:
         stores.append(
-            AdapterStore(model, adapters, device_slots=SLOTS, host_bytes=host_bytes, on_ready=wake, dtype=torch.float32)
+            AdapterStore(
+                model, adapters, device_slots=PLACES, host_bytes=host_bytes, on_ready=wake, dtype=torch.float32
+            )
         )
         return stores[0]
 
@@ -248,11 +250,11 @@ def mix(seconds: float, seed: int = 0, kill_every_s: float = KILL_EVERY_S) -> Mi
         want = references(client, folder / "adapters", [(prompt, name) for prompt in PROMPTS for name in names])
         result.distinct = len({tuple(tokens) for tokens in want.values()})
         with engine_of(client, folder / "adapters") as (engine, store):
-            num_slots = store.status().device_reusable
+            num_places = store.status().device_reusable
             requests = Requests(engine, want, random.Random(seed), result)
             _drive(result, requests, store, served, seconds, kill_every_s)
             requests.count_all()
-            result.left, result.lost_slots = _left(engine, store, num_slots)
+            result.left, result.lost_places = _left(engine, store, num_places)
         result.rows = rows.balance()  # The engine has ended, so no call is under way.
     return result
 
@@ -281,16 +283,17 @@ def _drive(
     )
 
 
-def _left(engine: Engine, store: AdapterStore, num_slots: int) -> tuple[tuple[int, int, int], int]:
-    """Returns what is still held at the end (see `Mix.left`), and how many of `num_slots` adapter slots were lost. What
-    the last requests held, such as the slot of an adapter that was being loaded, may be held for a moment longer."""
+def _left(engine: Engine, store: AdapterStore, num_places: int) -> tuple[tuple[int, int, int], int]:
+    """Returns what is still held at the end (see `Mix.left`), and how many of `num_places` adapter places were lost.
+    What the last requests held, such as the place of an adapter that was being loaded, may be held for a moment
+    longer."""
     give_up_s = time.monotonic() + ENDS_IN_S
     while True:
         own, adapters = engine.status(), store.status()
         num_held = adapters.device_held + adapters.waiting
         left = own.num_running + own.num_waiting, own.reserved_bytes + own.kept_bytes, num_held
         if not any(left) or time.monotonic() > give_up_s:
-            return left, num_slots - adapters.device_held - adapters.device_reusable
+            return left, num_places - adapters.device_held - adapters.device_reusable
         time.sleep(0.05)
 
 
@@ -377,7 +380,7 @@ def main() -> int:
         f"{rows.ready} still ready, {rows.lost} lost\n"
         f"masked rows sent: {rows.sent}, of these twice: {rows.twice}\n"
         f"still held at the end: {result.left[0]} requests, {result.left[1]} bytes of KV, {result.left[2]} adapters; "
-        f"adapter slots lost: {result.lost_slots}"
+        f"adapter places lost: {result.lost_places}"
     )
     return 0 if result.is_good else 1
 

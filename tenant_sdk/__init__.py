@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tenant_sdk.plain_values import WrongOption
+from tenant_sdk.serving.settings import RequestOptions, StoreOptions
 from tenant_sdk.training.settings import FinetuneOptions, FinetuneResult
 from tenant_sdk.tuning import NotTunedWarning, tune
 from wire.errors import (
@@ -55,13 +56,14 @@ if TYPE_CHECKING:
     from noise.blocks.pool import SlotsExhausted
     from noise.gaussian_pool import NotPrivateWarning
     from noise.ledger.ledger import SeedExhausted
-    from tenant_sdk.adapters import FewLayersWarning, adapted_model
     from tenant_sdk.client import TenantClient
     from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
     from tenant_sdk.generate import TemplateRefuses
     from tenant_sdk.model.dora import for_remote_base
     from tenant_sdk.model.remote_linear import RemoteWeightError
     from tenant_sdk.model.run_state import NotFiniteWarning, check_run
+    from tenant_sdk.peft_model import FewLayersWarning, adapted_model
+    from tenant_sdk.plan import Trust
     from tenant_sdk.serving.adapters import AdapterStore
     from tenant_sdk.serving.adapters.peft_settings import NotServed
     from tenant_sdk.serving.engine import Engine
@@ -113,15 +115,18 @@ __all__ = [
     "RemoteFault",
     "RemoteWeightError",
     "RequestError",
+    "RequestOptions",
     "SeedExhausted",
     "SlotsExhausted",
     "Speculation",
     "StorageError",
+    "StoreOptions",
     "TemplateDoesNotFit",
     "TemplateRefuses",
     "TenantClient",
     "TokenizerFailed",
     "TransportError",
+    "Trust",
     "Unauthenticated",
     "Unavailable",
     "UnknownLayer",
@@ -150,7 +155,7 @@ _MODULE_OF = {
     "EndpointLimits": "tenant_sdk.endpoint.settings",
     "EndpointSettings": "tenant_sdk.endpoint.settings",
     "Engine": "tenant_sdk.serving.engine",
-    "FewLayersWarning": "tenant_sdk.adapters",
+    "FewLayersWarning": "tenant_sdk.peft_model",
     "NotFiniteWarning": "tenant_sdk.model.run_state",
     "NotPrivateWarning": "noise.gaussian_pool",
     "NotServed": "tenant_sdk.serving.adapters.peft_settings",
@@ -165,8 +170,9 @@ _MODULE_OF = {
     "TemplateRefuses": "tenant_sdk.generate",
     "TenantClient": "tenant_sdk.client",
     "TokenizerFailed": "tenant_sdk.text.source",
+    "Trust": "tenant_sdk.plan",
     "UnusableRowWarning": "tenant_sdk.training.dataset",
-    "adapted_model": "tenant_sdk.adapters",
+    "adapted_model": "tenant_sdk.peft_model",
     "check_run": "tenant_sdk.model.run_state",
     "chunk_loss": "tenant_sdk.training.loss",
     "for_remote_base": "tenant_sdk.model.dora",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +17,11 @@ import typer
 
 from runtime.command_line import Command, show_version, to_stderr, told_if_slow
 from tenant_sdk import tune
-from tenant_sdk.adapter_folder import adapter_folder
+from tenant_sdk.options import flag_of, takes_flags
+from tenant_sdk.plain_values import WrongOption, adapter_folder
+from tenant_sdk.serving.settings import StoreOptions, check_store_early
 from tenant_sdk.training.recipe import check_recipe_early, takes_recipe
-from wire.errors import VeilbaseError, printable
+from wire.errors import ConfigurationError, VeilbaseError, printable
 
 if TYPE_CHECKING:
     from tenant_sdk import TenantClient
@@ -119,7 +123,6 @@ def _client(
     from noise.options import DEFAULT_MASK
     from tenant_sdk.identity import endpoints_of
     from tenant_sdk.plan import check_early
-    from wire.errors import ConfigurationError
     from wire.transport.identity import load_identity
 
     if not url and not identity:
@@ -266,7 +269,10 @@ def generate(
 
 
 @app.command(cls=Command)
+@takes_flags(StoreOptions)
 def chat(
+    *,
+    options: dict[str, Any],
     url: Url = None,
     identity: Identity = None,
     mask: Mask = "",
@@ -282,7 +288,7 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to the base model or an adapter; /adapter NAME switches."""
-    _check_folder(adapters)
+    _check_folder(adapters, options)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
@@ -290,14 +296,20 @@ def chat(
     from tenant_sdk.terminal import talk
 
     with client:
-        talk(client, adapters, _typed_lines(), lambda text: _show(text, nl=False), max_new_tokens)
+        talk(client, adapters, _typed_lines(), lambda text: _show(text, nl=False), max_new_tokens, options)
 
 
-def _check_folder(adapters: Path | None) -> None:
+def _check_folder(adapters: Path | None, store_options: dict[str, Any]) -> None:
+    """Checks the folder of adapters and the options of their store before anything is loaded."""
     if adapters is not None and not adapters.is_dir():
-        from wire.errors import ConfigurationError
-
         raise ConfigurationError(f"--adapters: {adapters} is not a folder")
+    try:
+        check_store_early(adapters, store_options)
+    except WrongOption as exc:
+        flags = {each.name: flag_of(each) for each in fields(StoreOptions)}
+        raise ConfigurationError(
+            re.sub(rf"\b{exc.option}\b(?= was| must| is | has)", flags[exc.option], str(exc))
+        ) from None
 
 
 def _typed_lines() -> Iterator[str]:
@@ -312,7 +324,10 @@ def _typed_lines() -> Iterator[str]:
 
 
 @app.command(cls=Command)
+@takes_flags(StoreOptions)
 def serve(
+    *,
+    options: dict[str, Any],
     url: Url = None,
     identity: Identity = None,
     mask: Mask = "",
@@ -374,7 +389,7 @@ def serve(
         release_values=release_values, is_verified=verify is not None,
     )  # fmt: skip
     check_port(settings)
-    _check_folder(adapters)
+    _check_folder(adapters, options)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
@@ -382,7 +397,7 @@ def serve(
     with client:
         serve_command(
             client, adapters, settings, _show, max_running=max_running, max_waiting=max_waiting,
-            default_max_tokens=default_max_tokens,
+            default_max_tokens=default_max_tokens, **options,
         )  # fmt: skip
 
 

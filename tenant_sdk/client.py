@@ -21,16 +21,17 @@ from runtime.command_line import to_stderr, told_if_slow
 from tenant_sdk import embedded
 from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
-from tenant_sdk.plan import make_plan
+from tenant_sdk.options import takes_options
+from tenant_sdk.plan import Trust, make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
 from tenant_sdk.session import Session, open_bundle, open_session, open_text
 from tenant_sdk.text.source import TenantText, check_fits_embedding, has_tokenizer
 from tenant_sdk.training.settings import (
     FinetuneKeywords,
+    FinetuneOptions,
     FinetuneResult,
     finetune_options,
-    takes_finetune_options,
 )
 from tenant_sdk.tuning import warn_if_not_tuned
 from wire.errors import ConfigurationError
@@ -73,6 +74,7 @@ class TenantClient:
         accept_changes: Sequence[str] = (),
         peer_uid: int | None = None,
         trust_same_gpu: bool = False,
+        trust: Trust | None = None,
     ) -> None:
         """Makes a client. The network is first used by `connect`, or by the first method that needs it.
 
@@ -105,23 +107,32 @@ class TenantClient:
             trust_same_gpu: makes masks on a CUDA `device` also if the provider is on this host and may use the same
                 GPU; without it they are then made on the CPU (docs/threat-model.md, "On one GPU"). With an ipc: URL,
                 masked rows of large calls then lie in memory of the GPU that the provider shares, if it offers any.
+            trust: verify, kappa, tokenizer, pad_rows and accept_changes as one object, in place of these five. One
+                of them that is given beside it has to have the same value.
 
         Raises:
             ConfigurationError: a URL, identity or option is impossible.
         """
+        chosen = Trust(
+            verify=verify, kappa=kappa, tokenizer=tokenizer, pad_rows=pad_rows, accept_changes=accept_changes
+        )  # fmt: skip
+        if trust is not None:
+            if not isinstance(trust, Trust):
+                raise ConfigurationError(f"trust is a tenant_sdk.Trust, got {type(trust).__name__}")
+            chosen = trust.beside(chosen)
         self._plan = make_plan(
             url=url,
             identity=identity,
             mask=mask,
-            verify=verify,
+            verify=chosen.verify,
             arithmetic=arithmetic,
             mask_options=mask_options,
-            kappa=kappa,
+            kappa=chosen.kappa,
             weights=weights,
             cache=cache,
-            tokenizer=tokenizer,
-            pad_rows=pad_rows,
-            accept_changes=accept_changes,
+            tokenizer=chosen.tokenizer,
+            pad_rows=chosen.pad_rows,
+            accept_changes=chosen.accept_changes,
             peer_uid=peer_uid,
             device=device,
             trust_same_gpu=trust_same_gpu,
@@ -276,7 +287,7 @@ class TenantClient:
                 model.generation_config = generation_settings(text, model.config)
             return model
 
-    @takes_finetune_options
+    @takes_options(FinetuneOptions)
     def finetune(
         self,
         data: Any,
@@ -373,8 +384,9 @@ class TenantClient:
             progress: whether a progress bar is shown on stderr.
             options: options of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, which apply
                 to every prompt; the options kv_dtype, kv_bytes, max_running, step_tokens, speculation, prefix_bytes,
-                max_context and kv_device of `Engine`; and separate_calls of `AdapterStore`, which adapters that change
-                inputs need (OFT, BOFT, HRA, some IA3).
+                max_context and kv_device of `Engine`; and the options device_slots, host_bytes, bases and
+                separate_calls of `AdapterStore`. Adapters that change inputs need the last one (OFT, BOFT, HRA, some
+                IA3).
 
         Returns:
             The answers, in the order of the prompts.

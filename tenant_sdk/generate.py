@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TextStreamer
 
-from tenant_sdk.adapters import adapted_model, virtual_tokens
 from tenant_sdk.fixed_length import (
     FiniteLogits,
     cut_at_stop,
@@ -25,6 +24,7 @@ from tenant_sdk.fixed_length import (
     refuse_guessing,
 )
 from tenant_sdk.model.run_state import RunState, run_states
+from tenant_sdk.peft_model import adapted_model, virtual_tokens
 from tenant_sdk.plain_values import WrongOption, positive, true_or_false
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.ready import ReadyText, ReadyTokens, ready_ids

@@ -12,7 +12,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -41,6 +41,52 @@ def _cpu() -> torch.device:
     import torch
 
     return torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """Holds in one object the options of `TenantClient` that say what a provider is trusted with, so that several
+    clients can share them.
+
+    Attributes:
+        verify: a checkpoint that the tenant trusts (folder, GGUF file, hub id or smollm2-135m). Every reply and the
+            whole bundle are checked against it.
+        kappa: with verify, a forged reply passes with probability at most 2^-kappa; 40 to 64.
+        tokenizer: a tokenizer that the tenant trusts, which has to map tokens as the provider's tokenizer does.
+        pad_rows: the number of tokens to which every prompt and training row is padded; True stands for 512, and
+            False for no padding.
+        accept_changes: parts of an unverified provider's offer that may differ from first use: any of "model",
+            "tokenizer", "template" and "config".
+    """
+
+    verify: str | Path | None = None
+    kappa: int = 40
+    tokenizer: str | Path | None = None
+    pad_rows: bool | int = False
+    accept_changes: Sequence[str] = ()
+
+    def beside(self, keywords: Trust) -> Trust:
+        """Returns these options, after a comparison with those that were given as keyword arguments.
+
+        Raises:
+            ConfigurationError: a keyword argument has another value than this object.
+        """
+        for each in fields(Trust):
+            given, own = getattr(keywords, each.name), getattr(self, each.name)
+            if _comparable(given) not in (_comparable(each.default), _comparable(own)):
+                raise ConfigurationError(
+                    f"{each.name} is {ascii(given)[:60]} beside trust=, whose own is {ascii(own)[:60]}: set it in "
+                    "Trust(...) alone"
+                )
+        return self
+
+
+def _comparable(value: Any) -> tuple[str, Any]:
+    """Returns a value in a form in which equal options are equal, such as a path and its text, and others are not, such
+    as True and 1."""
+    if isinstance(value, str | Path):
+        return ("text", str(value))
+    return ("list", tuple(value)) if isinstance(value, Sequence) else (type(value).__name__, value)
 
 
 @dataclass(frozen=True)

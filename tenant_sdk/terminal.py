@@ -6,7 +6,7 @@ Guarantees: the text of the conversation stays in this process; nothing of it is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from runtime.command_line import instead
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.requests import Answer
+from tenant_sdk.serving.settings import check_store_early
 from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
 from wire.transport.connection import Traffic
@@ -138,28 +139,31 @@ class Terminal:
 
 def talk(
     client: Talking, adapters: Path | None, lines: Iterable[str], write: Callable[[str], None],
-    max_new_tokens: int | None = None,
+    max_new_tokens: int | None = None, store_options: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Opens an engine over a client, and holds a conversation.
 
     Args:
         client: a connected client.
-        adapters: the folder of adapters; None if there are no adapters.
+        adapters: the folder of adapters; None if there is none.
         lines: the lines that the user types.
         write: a function that prints a text without adding a newline.
         max_new_tokens: the length limit of an answer.
+        store_options: options of `AdapterStore`.
 
     Raises:
-        ConfigurationError: the folder cannot be used.
+        ConfigurationError: the folder or an option of the store cannot be used.
         VerificationFailed: a reply failed its check.
     """
+    options = {} if store_options is None else store_options
+    check_store_early(adapters, options)
     stores: list[AdapterStore] = []
 
     def make_store(model: Any, wake: Callable[[], None]) -> AdapterStore:
-        stores.append(AdapterStore(model, adapters, on_ready=wake))
+        stores.append(AdapterStore(model, adapters, on_ready=wake, **options))
         return stores[0]
 
-    with Engine(client, None if adapters is None else make_store) as engine:
+    with Engine(client, make_store if adapters is not None or options else None) as engine:
         terminal = Terminal(
             engine, next(iter(stores), None), lambda: client.traffic, write, max_new_tokens=max_new_tokens,
             explain=client.explain, base=client.connect().model_id,

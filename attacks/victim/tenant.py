@@ -161,8 +161,8 @@ def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
     """Sends the prompts; returns, for each prompt, the tokens that went through the layers."""
     import torch
 
-    from tenant_sdk.adapters import adapted_model
     from tenant_sdk.generate import encode_prompt
+    from tenant_sdk.peft_model import adapted_model
 
     model = adapted_model(client, adapter)
     client.fetch_hints()

@@ -2,12 +2,11 @@
 
 Guarantees: a name in a request leads to the base model, to a subfolder of the adapters' folder, or to nothing. A name
 is never used as a path or an address. `/v1/load_lora_adapter` takes only a direct subfolder of that folder, which
-is opened without following links (serving/adapters/folder.py).
+is opened without following links (serving/adapters/files.py).
 """
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,10 +15,10 @@ from typing import Any, Protocol
 
 from runtime.command_line import instead
 from tenant_sdk.endpoint.errors import HttpError, bad_request
-from tenant_sdk.serving.adapter_slots import Loan
+from tenant_sdk.serving.adapters.files import NAME
+from tenant_sdk.serving.adapters.loan import Loan
 from tenant_sdk.serving.adapters.store import StoreStatus, Tier
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MOST_NAMES = 10_000
 _MOST_COMPARED = 256
 """The most names among which the nearest to an unknown one is looked for."""
@@ -167,7 +166,7 @@ class ModelNames:
         """
         if self.store is None:
             raise bad_request("this server was started without --adapters")
-        if _NAME.fullmatch(name) is None or name == self.base:
+        if NAME.fullmatch(name) is None or name == self.base:
             raise bad_request("expected a name of letters, digits, dots, dashes and underscores", "lora_name")
         subfolder = self._subfolder(name if path is None else path)
         self._check_free(name, subfolder)
@@ -207,7 +206,7 @@ class ModelNames:
         try:
             give_up_at = self._clock() + _LOAD_S
             while not loan.is_ready() and loan.failure is None:
-                if self._clock() > give_up_at:  # all slots are held by running requests: it will be loaded when used
+                if self._clock() > give_up_at:  # all places are held by running requests: it will be loaded when used
                     return
                 time.sleep(_POLL_S)
             if loan.failure is not None:
@@ -221,7 +220,7 @@ class ModelNames:
         rest = path
         if self._root is not None and path.startswith("/"):
             rest = path.removeprefix(f"{str(self._root.absolute()).rstrip('/')}/")
-        if _NAME.fullmatch(rest) is None:
+        if NAME.fullmatch(rest) is None:
             raise bad_request("expected a direct subfolder of the folder of adapters", "lora_path", "outside_root")
         return rest
 

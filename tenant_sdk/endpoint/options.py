@@ -110,7 +110,7 @@ _LEAST_TEMPERATURE = 1e-5
 def engine_options(
     request: ChatRequest | CompletionRequest, index: int, hooks: Sequence[LogitsHook], vocab_size: int
 ) -> dict[str, Any]:
-    """Returns the keyword arguments of `Engine.submit` for one choice.
+    """Returns the keyword arguments of `Engine.submit` (`RequestOptions`, and max_new_tokens) for one choice.
 
     With a temperature of 0, or below `_LEAST_TEMPERATURE`, each token is the likeliest one. Without a temperature, the
     generation settings of the checkpoint decide how tokens are drawn. With a seed, each choice has a seed of its own,

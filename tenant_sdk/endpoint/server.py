@@ -41,6 +41,7 @@ from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings, bound
 from tenant_sdk.endpoint.uploads import Uploads
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
+from tenant_sdk.serving.settings import check_store_early, split_store_options
 from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -237,29 +238,31 @@ class Endpoint:
         *,
         max_waiting: int = 64,
         default_max_tokens: int | None = None,
-        separate_calls: bool = False,
         on_ready: Callable[[str], None] | None = None,
-        **engine_options: Any,
+        **options: Any,
     ) -> None:
         """Opens the engine and the socket. Serving begins with `run` or with the `with` statement.
 
         Args:
             client: a connected client, which must stay open while the endpoint serves.
-            adapters: the folder of adapters; None serves only the base model.
+            adapters: the folder of adapters; None serves only the base model, and the adapters of a catalogue.
             settings: where to listen and what to release; by default loopback, with a new key.
             max_waiting: the most requests that wait while the engine is full; further requests get the status 429.
             default_max_tokens: the length limit of answers to requests that name none; None means what the checkpoint's
                 generation settings say, or all that the context and kv_bytes leave (for `fixed_length` 128).
-            separate_calls: whether every layer has a call of its own, for adapters that change inputs (`AdapterStore`).
             on_ready: called with the base URL when the endpoint accepts requests.
-            engine_options: further options of `Engine`, such as max_running or kv_bytes.
+            options: further options of `Engine`, such as max_running or kv_bytes; and those of `AdapterStore`, such as
+                device_slots or separate_calls (`StoreOptions`).
 
         Raises:
-            ConfigurationError: the settings do not allow this endpoint, or the address cannot be used.
+            ConfigurationError: the settings do not allow this endpoint, an option of the store of adapters is
+                impossible or has no effect, or the address cannot be used.
         """
         given = settings or EndpointSettings()
         self.settings = given if given.key else replace(given, key=new_key(), is_own_key=False)
         check_may_listen(self.settings, client.is_verified)
+        store_options, engine_options = split_store_options(options)
+        check_store_early(adapters, store_options)
         released = Released(client.mask, self.settings.release_step, client.error_sigma)
         self._ended_by: VeilbaseError | None = None
         self._root = None if adapters is None else Path(adapters)
@@ -268,7 +271,7 @@ class Endpoint:
         stores: list[AdapterStore] = []
 
         def make_store(model: Any, wake: Callable[[], None]) -> AdapterStore:
-            stores.append(AdapterStore(model, self._root, on_ready=wake, separate_calls=separate_calls))
+            stores.append(AdapterStore(model, self._root, on_ready=wake, **store_options))
             return stores[0]
 
         with contextlib.ExitStack() as undo:
@@ -276,7 +279,7 @@ class Endpoint:
             self.engine = undo.enter_context(
                 Engine(
                     client,
-                    make_store if self._root else None,
+                    make_store if self._root or store_options else None,
                     max_waiting=max_waiting,
                     default_new_tokens=default_max_tokens,
                     during_step=self._turns.step,

@@ -19,7 +19,7 @@ The provider sees the number of rows of every step, which is a sum over all requ
 and answers end, as far as their lengths and number show in these sums. The provider does not see which request a row
 belongs to, nor which adapter is used, since the tenant applies adapters. Without `verify`, a dishonest provider may
 learn from visible effects of its wrong replies. In the engine, as in `generate`, such effects are on when an answer
-ends, and on whether a DoRA adapter can be loaded (adapters/reader.py). A request with `fixed_length` shows no such
+ends, and on whether a DoRA adapter can be loaded (adapters/host.py). A request with `fixed_length` shows no such
 end. Its rows go on to its length limit, whatever its tokens, stop strings and values are, and if its logits hook or
 `on_text` raises, so that only its submission, its limit and a `cancel` show. The time at which a request is admitted
 never depends on its own text. It depends on lengths, limits, callers, the loading of its adapter, the lengths of other
@@ -44,19 +44,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from tenant_sdk.generate import DEFAULT_NEW_TOKENS, answer_length, prompt_tokens, stop_ids_given
-from tenant_sdk.plain_values import WrongOption, positive, true_or_false
-from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelLoan, NoAdapters
+from tenant_sdk.options import from_keywords, takes_options
+from tenant_sdk.plain_values import WrongOption, positive
 from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters.loan import BaseModelLoan, Lender, NoAdapters
 from tenant_sdk.serving.kv import KvLayout, kv_layout, kv_place
 from tenant_sdk.serving.loop import DuringStep, EngineStatus, ServingLoop, StepRunner
 from tenant_sdk.serving.prefix_cache import BLOCK_TOKENS, PrefixCache, block_bytes
 from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Answer, Ending, Prompt, Request
-from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling, check_defaults
+from tenant_sdk.serving.sampling import Sampler, Sampling, check_defaults
 from tenant_sdk.serving.scheduler import Budget, Scheduler
+from tenant_sdk.serving.settings import RequestKeywords, RequestOptions
 from tenant_sdk.serving.speculation.settings import Speculation, make_drafter, num_drafted_of
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.ready import ReadyText, ReadyTokens
@@ -160,7 +162,7 @@ def explain(
         budget: the scheduler's limits.
         context_length: the most tokens of a request, prompt and answer together.
         prefix_bytes: the most bytes of kept prompts.
-        adapters: how many adapters fit; see `AdapterSlots.describe`.
+        adapters: how many adapters fit; see `Lender.describe`.
         default_new_tokens: the length limit of an answer without one of its own, to an empty prompt.
     """
     lengths = sorted({min(length, context_length) for length in _LENGTHS})
@@ -191,7 +193,7 @@ def explain(
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
 
-MakeSlots = Callable[[Any, Callable[[], None]], AdapterSlots]
+MakeStore = Callable[[Any, Callable[[], None]], Lender]
 """A function that makes the store of adapters. It takes the model and a function that wakes the engine."""
 
 MOST_STOP_CHARACTERS = 4096
@@ -212,7 +214,7 @@ class Engine:
     def __init__(
         self,
         client: TextSession,
-        make_slots: MakeSlots | str | Path | None = None,
+        make_slots: MakeStore | str | Path | None = None,
         *,
         kv_dtype: str = "fp32",
         kv_bytes: int = 1 << 30,
@@ -288,17 +290,17 @@ class Engine:
         self._special = special_texts(self._own_tokenizer)
         self._text_lock = threading.Lock()
         woken = threading.Event()
-        self._slots = _open_slots(make_slots, self._model, woken.set)
-        runner = StepRunner(ragged, self._layout, self._slots, place, drafter)
+        self._lender = _open_store(make_slots, self._model, woken.set)
+        runner = StepRunner(ragged, self._layout, self._lender, place, drafter)
         self._loop = ServingLoop(
-            self._model, self.scheduler, self._layout, runner, self._slots,
+            self._model, self.scheduler, self._layout, runner, self._lender,
             woken=woken, max_waiting=max_waiting, clock=clock, prefixes=self._prefixes,
             during_step=during_step,
         )  # fmt: skip
         try:
             client.fetch_hints()
         except BaseException:
-            self._slots.close()
+            self._lender.close()
             raise
         self._loop.start()
 
@@ -319,25 +321,13 @@ class Engine:
                 f"kv_bytes is {kv_bytes}, and the shortest request takes {smallest}: nothing could be answered"
             )
 
+    @takes_options(RequestOptions)
     def submit(
         self,
         prompt: str | ReadyText | ReadyTokens | Iterable[Mapping[str, str]],
         adapter: str | None = None,
         max_new_tokens: int | None = None,
-        *,
-        do_sample: bool = False,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        eos_token_id: int | Sequence[int] | None = None,
-        logits_processor: Sequence[LogitsHook] = (),
-        fixed_length: bool = False,
-        on_text: Callable[[str], None] | None = None,
-        caller: str = "",
-        pools: bool = False,
+        **options: Unpack[RequestKeywords],
     ) -> Answer:
         """Queues a request and returns at once.
 
@@ -347,24 +337,7 @@ class Engine:
             adapter: the adapter's name in the store; None means the base model.
             max_new_tokens: the length limit of the answer; None means the engine's default_new_tokens, which is 128 by
                 default, or fewer if the context leaves fewer.
-            do_sample: whether tokens are drawn; otherwise the likeliest token is taken.
-            temperature: as in transformers, above 0. None takes the value of the checkpoint's generation settings, or
-                transformers' default if they have none; the same holds for the next three arguments.
-            top_k: the number of likeliest tokens among which one is drawn; 0 means all tokens.
-            top_p: the total probability of the likeliest tokens among which one is drawn.
-            repetition_penalty: a factor; above 1, it makes repetitions rarer.
-            seed: the seed of this answer's own random numbers; None takes an unpredictable seed.
-            stop: strings at which the text ends, and which it does not include; at most 4,096 characters together.
-                They may hold special tokens, such as `<|im_end|>`.
-            eos_token_id: tokens at which the text ends; None means those of the model.
-            logits_processor: functions of (token ids, logits), such as a grammar, called in the engine's thread.
-            fixed_length: whether the rows go on to the length limit after the text has ended. Such a request neither
-                uses nor leaves a kept prompt, and is refused by an engine with speculation.
-            on_text: called in the engine's thread with each piece of text; it must return quickly.
-            caller: the party that the request is for. Of the waiting requests, those of the caller with the fewest
-                running requests are admitted first. Prompts (`prefix_bytes`) are kept for each caller separately.
-            pools: whether the answer also gets the mean of the last hidden states of the prompt's tokens
-                (`Answer.mean_hidden`). Such a request neither uses nor leaves a kept prompt.
+            **options: those of `RequestOptions`.
 
         Returns:
             The handle of the answer.
@@ -374,24 +347,24 @@ class Engine:
             QuotaExceeded: too many requests wait.
             VeilbaseError: the engine has failed; the error states the reason.
         """
-        if not isinstance(caller, str):
-            raise ConfigurationError(f"caller is a text, got {type(caller).__name__}")
-        settings = Sampling(
-            do_sample, temperature, top_k, top_p, repetition_penalty, seed, tuple(logits_processor)
-        )  # fmt: skip
-        if true_or_false("fixed_length", fixed_length) and self._speculation is not None:
+        own = from_keywords(RequestOptions, options, "submit")
+        own.check()
+        if own.fixed_length and self._speculation is not None:
             raise WrongOption(
                 "fixed_length does not go with speculation: the number of steps shows the text", "fixed_length"
             )
-        own_settings = self._model.generation_config
-        sampler = Sampler(settings, own_settings, self._model.device)
-        stop_ids = stop_ids_given(own_settings.eos_token_id if eos_token_id is None else eos_token_id)
+        sampling = Sampling(
+            own.do_sample, own.temperature, own.top_k, own.top_p, own.repetition_penalty, own.seed,
+            tuple(own.logits_processor),
+        )  # fmt: skip
+        settings = self._model.generation_config
+        sampler = Sampler(sampling, settings, self._model.device)
+        stop_ids = stop_ids_given(settings.eos_token_id if own.eos_token_id is None else own.eos_token_id)
         encoded = self._encode(prompt)
-        default = self._default_length(encoded.num_rows, fixed_length)
+        default = self._default_length(encoded.num_rows, own.fixed_length)
         num_new = self._context.answer_length(max_new_tokens, encoded.num_rows, default)
-        ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length, self._special)
-        true_or_false("pools", pools)
-        return self._enter(encoded, ending, sampler, adapter, on_text, caller, pools)
+        ending = Ending(num_new, frozenset(stop_ids), _stop_strings(own.stop), own.fixed_length, self._special)
+        return self._enter(encoded, ending, sampler, adapter, own)
 
     def _default_length(self, num_prompt: int, fixed_length: bool) -> int:
         """Returns the length limit of an answer for which the user gave none, in tokens; see `default_new_tokens`."""
@@ -430,7 +403,7 @@ class Engine:
         kept = 0 if self._prefixes is None else self._prefixes.budget_bytes
         context = self._context.num_tokens
         default = min(self._default_length(0, fixed_length=False), context)
-        text = explain(self._layout, self.scheduler.budget, context, kept, self._slots.describe(), default)
+        text = explain(self._layout, self.scheduler.budget, context, kept, self._lender.describe(), default)
         print(text)
         return text
 
@@ -440,22 +413,21 @@ class Engine:
             return Prompt(ids[seen.count(0) :], seen.count(0), pad_token(self._tokenizer))
 
     def _enter(
-        self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str,
-        pools: bool,
+        self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, options: RequestOptions
     ) -> Answer:  # fmt: skip
         most_rows = prompt.num_rows + ending.max_new_tokens - 1
         self.scheduler.budget.check_fits(self._layout.bytes_for(most_rows), self._layout.bytes_for(prompt.num_rows))
         number = self._loop.next_number()
-        loan = BaseModelLoan() if adapter is None else self._slots.reserve(adapter)
+        loan = BaseModelLoan() if adapter is None else self._lender.reserve(adapter)
         answer = Answer(len(prompt.token_ids), lambda: self._loop.cancel(number))
-        keeps = self._prefixes is not None and not ending.fixed_length and not pools
-        kept = self._prefixes.of(caller) if self._prefixes is not None and keeps else None
+        keeps = self._prefixes is not None and not ending.fixed_length and not options.pools
+        kept = self._prefixes.of(options.caller) if self._prefixes is not None and keeps else None
         request = Request(
-            number, prompt, ending, sampler, loan, answer, SafeDecoding(self._own_tokenizer), on_text, kept,
-            pools=pools,
+            number, prompt, ending, sampler, loan, answer, SafeDecoding(self._own_tokenizer), options.on_text, kept,
+            pools=options.pools,
         )  # fmt: skip
         try:
-            self._loop.add(request, caller)
+            self._loop.add(request, options.caller)
         except VeilbaseError:
             loan.release()
             raise
@@ -476,7 +448,7 @@ class Engine:
         self.close()
 
 
-def _open_slots(given: MakeSlots | str | Path | None, model: Any, wake: Callable[[], None]) -> AdapterSlots:
+def _open_store(given: MakeStore | str | Path | None, model: Any, wake: Callable[[], None]) -> Lender:
     """Returns the store of adapters for an engine's model.
 
     Args:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from tenant_sdk.model.run_state import RunState, run_states
-from tenant_sdk.serving.adapter_slots import AdapterSlots
+from tenant_sdk.serving.adapters.loan import Lender
 from tenant_sdk.serving.kv import KvLayout, RequestKv
 from tenant_sdk.serving.prefix_cache import PrefixCache
 from tenant_sdk.serving.ragged import RaggedModel
@@ -83,7 +83,7 @@ class StepRunner:
     """Computes steps with one model, its adapters and its keys and values."""
 
     def __init__(
-        self, model: RaggedModel, layout: KvLayout, slots: AdapterSlots, kv_device: torch.device,
+        self, model: RaggedModel, layout: KvLayout, lender: Lender, kv_device: torch.device,
         drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         """Keeps the model, the layout and the store with which steps are computed.
@@ -91,11 +91,11 @@ class StepRunner:
         Args:
             model: the model that computes the rows.
             layout: the layout of the keys and values that requests get.
-            slots: the store of adapters.
+            lender: the store of adapters.
             kv_device: the device on which requests' keys and values are kept.
             drafter: drafts tokens before each step; None without speculation.
         """
-        self._model, self._layout, self._slots, self._drafter = model, layout, slots, drafter
+        self._model, self._layout, self._lender, self._drafter = model, layout, lender, drafter
         self._device: torch.device = model.model.device
         self._kv_device = kv_device
 
@@ -119,7 +119,7 @@ class StepRunner:
         parts = [
             request.rows_of(segment, self._make_kv) for segment, request in zip(step.segments, requests, strict=True)
         ]
-        with self._slots.in_step(step.slot_of_row):
+        with self._lender.in_step(step.index_of_row):
             logits, is_finite = self._model.forward(
                 parts,
                 self._numbers([token_id for ids, _ in rows for token_id in ids]),
@@ -206,7 +206,7 @@ class ServingLoop:
         scheduler: Scheduler,
         layout: KvLayout,
         runner: StepRunner,
-        slots: AdapterSlots,
+        lender: Lender,
         *,
         woken: threading.Event,
         max_waiting: int,
@@ -221,7 +221,7 @@ class ServingLoop:
             scheduler: plans the steps.
             layout: the layout of keys and values, which gives the bytes that a request reserves.
             runner: computes steps.
-            slots: the store of adapters, which the loop closes at its end.
+            lender: the store of adapters, which the loop closes at its end.
             woken: an event that the store sets when an adapter becomes ready or fails.
             max_waiting: the most requests that wait.
             clock: returns the present time in seconds.
@@ -229,7 +229,13 @@ class ServingLoop:
             during_step: returns a context in which each step is computed.
         """
         self._during_step = during_step
-        self._model, self._scheduler, self._layout, self._runner, self._slots = model, scheduler, layout, runner, slots
+        self._model, self._scheduler, self._layout, self._runner, self._lender = (
+            model,
+            scheduler,
+            layout,
+            runner,
+            lender,
+        )
         self._max_waiting, self._clock, self._prefixes = max_waiting, clock, prefixes
         self._lock = threading.Lock()
         self._woken = woken  # Set without `_lock`, since a store may hold its own lock when it sets this event.
@@ -332,7 +338,7 @@ class ServingLoop:
                 request.fail(failure)
             if self._prefixes is not None:
                 self._prefixes.clear()
-            self._slots.close()
+            self._lender.close()
 
     def _next_step(self) -> Step | None:
         """Waits until there are rows to compute, and returns the step; returns None when the engine is closed. Ends

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 
 from runtime.command_line import instead
-from tenant_sdk.adapter_folder import adapter_folder
-from tenant_sdk.plain_values import true_or_false
+from tenant_sdk.options import from_keywords, option_names
+from tenant_sdk.plain_values import adapter_folder
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.engine import Engine, MakeSlots
+from tenant_sdk.serving.engine import Engine, MakeStore
 from tenant_sdk.serving.requests import Answer
+from tenant_sdk.serving.settings import RequestOptions, StoreOptions
 from tenant_sdk.session_protocol import TextSession
 from wire.errors import (
     AccessError,
@@ -37,19 +37,16 @@ from wire.errors import (
     VeilbaseError,
 )
 
-_OF_A_REQUEST = tuple(
-    name
-    for name in inspect.signature(Engine.submit).parameters
-    if name not in ("self", "prompt", "adapter", "max_new_tokens")
-)
+_OF_A_REQUEST = option_names(RequestOptions)
 """The names of the options that are passed to `Engine.submit` for each prompt."""
 Adapters = str | Path | Sequence[str | Path | None] | None
 """An adapter folder for all prompts, or one for each prompt; None means the base model."""
 _OF_THE_ENGINE = (
     "kv_dtype", "kv_bytes", "max_running", "step_tokens", "speculation", "prefix_bytes", "max_context", "kv_device",
 )  # fmt: skip
-"""The options that go to the engine. Of the others, `separate_calls` goes to the store of adapters, and the rest go to
-each request."""
+"""The options that go to the engine."""
+_OF_THE_STORE = ("device_slots", "host_bytes", "bases", "separate_calls")
+"""The options that go to the store of adapters."""
 _OF_ALL_PROMPTS = (AccessError, TransportError, ProtocolError, MaskError, StorageError)
 """The errors that do not concern one prompt alone. The prompts that are left would fail as well, each perhaps after a
 timeout."""
@@ -95,15 +92,15 @@ def generate_many(
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
-    separate_calls = options.pop("separate_calls", False)
-    names, make_slots = _named(_one_each(adapters, len(prompts)), true_or_false("separate_calls", separate_calls))
+    store = {name: options.pop(name) for name in _OF_THE_STORE if name in options}
+    names, make_store = _named(_one_each(adapters, len(prompts)), store)
     _check_options(options)
     own = {name: options.pop(name) for name in _OF_THE_ENGINE if name in options}
     if not prompts:
         return []
     start = _Start()
     with (
-        Engine(client, make_slots, max_waiting=len(prompts), during_step=start.step, **own) as engine,
+        Engine(client, make_store, max_waiting=len(prompts), during_step=start.step, **own) as engine,
         start.decided(),  # before the engine is closed, which waits for the step that waits for this
         counting("answering", progress) as report,
     ):
@@ -221,7 +218,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     """
     for name in options:
         if name not in _OF_THE_ENGINE and name not in _OF_A_REQUEST:
-            known = ("adapters", "max_new_tokens", *_OF_A_REQUEST, *_OF_THE_ENGINE, "separate_calls")
+            known = ("adapters", "max_new_tokens", *_OF_A_REQUEST, *_OF_THE_ENGINE, *_OF_THE_STORE)
             advice = instead(name, known, "its docstring")
             raise ConfigurationError(f"generate_many does not take {name[:60]}: {advice}")
 
@@ -240,16 +237,22 @@ def _one_each(adapters: Adapters, num_prompts: int) -> list[str | Path | None]:
 
 
 def _named(
-    adapters: Sequence[str | Path | None], separate_calls: bool
-) -> tuple[list[str | None], MakeSlots | None]:  # fmt: skip
+    adapters: Sequence[str | Path | None], options: Mapping[str, Any]
+) -> tuple[list[str | None], MakeStore | None]:  # fmt: skip
     """Returns the adapters' names in a store over their common folder, and a function that makes this store; None in
     place of the function if no prompt has an adapter.
 
     The store keeps the files' numbers unrounded, so that answers are the same as those of `generate`.
 
+    Args:
+        adapters: the adapter folder of each prompt.
+        options: options of the store.
+
     Raises:
-        ConfigurationError: an adapter folder does not exist, or the adapters are not in one folder.
+        ConfigurationError: an adapter folder does not exist, the adapters are not in one folder, or an option is
+            impossible.
     """
+    from_keywords(StoreOptions, options, "generate_many").check()
     paths: list[Path | None] = []
     for index, each in enumerate(adapters):
         try:
@@ -262,9 +265,7 @@ def _named(
     if len(roots) > 1:
         raise ConfigurationError(f"the adapters of generate_many lie in one folder, got {len(roots)} folders")
 
-    def make_slots(model: Any, wake: Callable[[], None]) -> AdapterStore:
-        return AdapterStore(
-            model, roots[0], on_ready=wake, dtype=torch.float32, separate_calls=separate_calls
-        )  # fmt: skip
+    def make_store(model: Any, wake: Callable[[], None]) -> AdapterStore:
+        return AdapterStore(model, roots[0], on_ready=wake, **{**options, "dtype": torch.float32})
 
-    return [None if path is None else path.name for path in paths], make_slots
+    return [None if path is None else path.name for path in paths], make_store

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 
 from tenant_sdk.fixed_length import bounded_logits
-from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Loan
+from tenant_sdk.serving.adapters.loan import NO_ADAPTER, Loan
 from tenant_sdk.serving.attention.few_rows import RequestRows
 from tenant_sdk.serving.kv import RequestKv
 from tenant_sdk.serving.prefix_cache import CallerPrefixes, Hit
@@ -370,10 +370,9 @@ class Request:
         return self.loan.is_ready()
 
     @property
-    def slot(self) -> int:
-        """Returns the number of the adapter's slot on the device; 0, which means no adapter, if the request was
-        lost."""
-        return NO_ADAPTER if self.is_lost else self.loan.slot
+    def adapter_index(self) -> int:
+        """Returns the number of the adapter's place on the device; `NO_ADAPTER` if the request was lost."""
+        return NO_ADAPTER if self.is_lost else self.loan.adapter_index
 
     @property
     def num_tokens(self) -> int:

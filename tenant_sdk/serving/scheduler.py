@@ -53,11 +53,11 @@ class Adapter(Protocol):
     """Defines what the scheduler needs to know about a request's adapter."""
 
     def is_ready(self) -> bool:
-        """Returns whether the adapter is on the device, so that `slot` is valid."""
+        """Returns whether the adapter is on the device, so that `adapter_index` is valid."""
 
     @property
-    def slot(self) -> int:
-        """Returns the number of the adapter's slot on the device."""
+    def adapter_index(self) -> int:
+        """Returns the adapter index, the number of the adapter's place on the device; 0 means no adapter."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Segment:
         request: the request's number.
         start, stop: the range of the request's tokens that are computed, `stop` excluded. They are counted from the
             start of the prompt, with its padding, and on through the answer.
-        slot: the slot of the request's adapter.
+        adapter_index: that of the request's adapter.
         samples: whether the range ends with the last token that is known, so that its last row gives the next token.
         num_drafted: the number of further rows, which are for drafted tokens (guesses of the tokens after the range).
         kv_tokens: the number of tokens for which the request has KV reserved; it may be more than the request will ever
@@ -78,7 +78,7 @@ class Segment:
     request: int
     start: int
     stop: int
-    slot: int
+    adapter_index: int
     samples: bool
     num_drafted: int = 0
     kv_tokens: int | None = None
@@ -96,7 +96,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Step:
-    """Holds the segments (each one request's rows) that are computed together, in ascending order of adapter slots.
+    """Holds the segments (each one request's rows) that are computed together, in ascending order of adapter
+    indices.
 
     Attributes:
         segments: the segments.
@@ -113,9 +114,9 @@ class Step:
         return sum(segment.num_rows for segment in self.segments)
 
     @property
-    def slot_of_row(self) -> list[int]:
-        """Returns the slot (number of the adapter's place on the device) of each row, in ascending order."""
-        return [segment.slot for segment in self.segments for _ in range(segment.num_rows)]
+    def index_of_row(self) -> list[int]:
+        """Returns the adapter index of each row, in ascending order."""
+        return [segment.adapter_index for segment in self.segments for _ in range(segment.num_rows)]
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ class Scheduler:
         segments = [
             self._segment(entry, rows[entry.request]) for entry in self._running.values() if entry.request in rows
         ]
-        return Step(tuple(sorted(segments, key=lambda segment: segment.slot)), tuple(preempted))
+        return Step(tuple(sorted(segments, key=lambda segment: segment.adapter_index)), tuple(preempted))
 
     def _grow(self) -> list[int]:
         """Reserves the KV of the tokens that running requests have got. Returns the requests that were preempted for
@@ -350,7 +351,7 @@ class Scheduler:
     def _segment(self, entry: _Entry, num_rows: int) -> Segment:
         stop = entry.num_read + num_rows
         return Segment(
-            entry.request, entry.num_read, stop, entry.adapter.slot, stop == entry.num_tokens,
+            entry.request, entry.num_read, stop, entry.adapter.adapter_index, stop == entry.num_tokens,
             self._num_drafted(entry), entry.kv_tokens,
         )  # fmt: skip
 

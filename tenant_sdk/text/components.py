@@ -135,7 +135,7 @@ _ALLOWED: Mapping[str, _Rules] = {
         "Strip": _strips_at_most_one,
     },
 }
-"""The checks that components' settings must pass, by slot (a top-level entry) of tokenizer.json and by component
+"""The checks that components' settings must pass, by top-level entry of tokenizer.json and by component
 type."""
 
 _ONCE = {
@@ -143,7 +143,7 @@ _ONCE = {
     "pre_tokenizer": ("ByteLevel", "Metaspace"),
     "post_processor": ("TemplateProcessing", "BertProcessing", "RobertaProcessing"),
 }  # fmt: skip
-"""The components that may lengthen a text, by slot (a top-level entry) of tokenizer.json; each component may therefore
+"""The components that may lengthen a text, by top-level entry of tokenizer.json; each component may therefore
 occur only once."""
 
 _CHILDREN = {
@@ -158,14 +158,14 @@ def check_components(content: Mapping[str, Any]) -> None:
         content: the parsed file.
 
     Raises:
-        ConfigurationError: a component is not allowed; the text names the slot, and the component if its name is a
+        ConfigurationError: a component is not allowed; the text names the entry, and the component if its name is a
             short alphanumeric word.
     """
-    for slot, rules in _ALLOWED.items():
-        kinds = _check_part(slot, content.get(slot), rules, 0)
-        repeated = [kind for kind in _ONCE.get(slot, ()) if kinds.count(kind) > 1]
+    for entry, rules in _ALLOWED.items():
+        kinds = _check_part(entry, content.get(entry), rules, 0)
+        repeated = [kind for kind in _ONCE.get(entry, ()) if kinds.count(kind) > 1]
         if repeated:
-            raise _refused(slot, f"{repeated[0]} twice")
+            raise _refused(entry, f"{repeated[0]} twice")
     for setting in ("truncation", "padding"):
         if content.get(setting) is not None:
             raise _refused(setting, "")
@@ -174,24 +174,24 @@ def check_components(content: Mapping[str, Any]) -> None:
         raise _refused("a setting that tokenizers of this release do not have", "")
 
 
-def _check_part(slot: str, part: Any, rules: _Rules, depth: int) -> list[str]:
-    """Checks all components in one slot (a top-level entry) of tokenizer.json, and returns the components' types."""
-    if part is None and slot != "model":
+def _check_part(entry: str, part: Any, rules: _Rules, depth: int) -> list[str]:
+    """Checks all components in one top-level entry of tokenizer.json, and returns the components' types."""
+    if part is None and entry != "model":
         return []
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "Sequence" and slot in _CHILDREN and depth < _MAX_DEPTH:
-        children = part.get(_CHILDREN[slot])
+    if kind == "Sequence" and entry in _CHILDREN and depth < _MAX_DEPTH:
+        children = part.get(_CHILDREN[entry])
         if not isinstance(children, list):
-            raise _refused(slot, "Sequence")
-        return [kind for child in children for kind in _check_part(slot, child, rules, depth + 1)]
+            raise _refused(entry, "Sequence")
+        return [kind for child in children for kind in _check_part(entry, child, rules, depth + 1)]
     rule = rules.get(kind) if isinstance(kind, str) else None
     if rule is None or not rule(part):
-        raise _refused(slot, str(kind) if isinstance(kind, str) and kind.isalnum() and len(kind) < 40 else "")
+        raise _refused(entry, str(kind) if isinstance(kind, str) and kind.isalnum() and len(kind) < 40 else "")
     return [str(kind)]
 
 
-def _refused(slot: str, kind: str) -> ConfigurationError:
-    shown = f"{slot} {kind}".strip()
+def _refused(entry: str, kind: str) -> ConfigurationError:
+    shown = f"{entry} {kind}".strip()
     return ConfigurationError(
         f"the provider's tokenizer has a component through which it could read your text by row counts ({shown}): "
         f"{REMEDY}"

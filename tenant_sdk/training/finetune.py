@@ -29,10 +29,10 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from runtime.command_line import to_stderr, told_if_slow
 from runtime.loading import loading, quiet_transformers
-from tenant_sdk.adapters import copied_base_layer, say_how_little, virtual_tokens
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.run_state import KeepFinite, RunState, run_states, trainable
+from tenant_sdk.peft_model import copied_base_layer, say_how_little, virtual_tokens
 from tenant_sdk.plain_values import seconds
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.serving.adapters.peft_modules import no_compiler

@@ -7,15 +7,14 @@ options in docs/finetune.md. Importing this module does not load torch.
 
 from __future__ import annotations
 
-import inspect
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 from runtime.command_line import nearest
+from tenant_sdk.options import from_keywords, told
 from wire.errors import ConfigurationError
 
 _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
@@ -25,23 +24,10 @@ _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm"
 """The losses of TRL's DPOTrainer that need no further argument."""
 
 
-def _told(
-    meaning: str, group: str = "", *, flag: str = "", shown: str = "", unit: str = "", page: str = "",
-    identifies: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Returns what is told about an option, as the metadata of its field.
-
-    Args:
-        meaning: a line on the option, for `--help` and the table in docs/finetune.md.
-        group: the heading under which `--help` lists the flag.
-        flag: the flag, if it is not the option's name.
-        shown: the default as it is shown, if that is not the value.
-        unit: what the flag's value is called, if not by its type.
-        page: the page of docs/ with more on it.
-        identifies: whether only runs with the same value share checkpoints.
-    """
-    told = {"meaning": meaning, "group": group, "flag": flag, "shown": shown, "unit": unit, "page": page}
-    return {**told, "identifies": identifies}
+def _told(meaning: str, group: str = "", *, identifies: bool = False, **more: Any) -> dict[str, Any]:
+    """Returns what is told about an option (`tenant_sdk.options.told`), and whether only runs with the same value share
+    checkpoints."""
+    return told(meaning, group, identifies=identifies, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,44 +351,9 @@ def finetune_options(given: Mapping[str, Any]) -> FinetuneOptions:
         TypeError: there is no such option; the text names the nearest one.
         ConfigurationError: another option leaves one of them without effect.
     """
-    known = [each.name for each in fields(FinetuneOptions)]
-    for name in given:
-        if name not in known:
-            meant = nearest(name, known)
-            advice = "" if meant is None else f": did you mean {meant}?"
-            raise TypeError(f"finetune() got an unexpected keyword argument {name!r}{advice}")
-    options = FinetuneOptions(**given)
+    options = from_keywords(FinetuneOptions, given, "finetune")
     options.check_effect()
     return options
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def takes_finetune_options(method: _Method) -> _Method:
-    """Gives a method whose keyword arguments are `FinetuneOptions` their signature, and their part of its docstring, so
-    that `help` and `inspect` show what type checkers know."""
-    signature = inspect.signature(method)
-    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-        for each in fields(FinetuneOptions)
-    ]
-    method.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    if method.__doc__ and FinetuneOptions.__doc__:  # neither is there with python -OO
-        described = inspect.cleandoc(FinetuneOptions.__doc__).split("Attributes:\n")[1]
-
-        def indented(here: re.Match[str]) -> str:
-            return "\n".join(here[1][4:] + line if line else line for line in described.split("\n"))
-
-        method.__doc__, num_found = re.subn(_OPTIONS_HERE, indented, method.__doc__)
-        if num_found != 1:
-            raise ValueError(f"expected a line **options in the docstring of {method.__qualname__}")
-    return method
-
-
-_OPTIONS_HERE = r"(?m)^( *)\*\*options: those of `FinetuneOptions`\.$"
-"""The line of a docstring whose place the options' descriptions take."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from provider.operations.monitor import read_metrics
 from provider.operations.usage import read_usage
 from provider.parallel.ranks import RankLost, together
 from tenant_sdk import TenantClient
-from tenant_sdk.adapters import adapted_model
 from tenant_sdk.identity import issuer_of, read_endpoint
+from tenant_sdk.peft_model import adapted_model
 from tenant_sdk.text.source import surviving
 from tenant_sdk.training.checkpoints import Checkpoints
 from tenant_sdk.training.dataset import load_rows

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 
 HIDDEN, VOCAB = 32, 64
 PROMPT = (5, 9)
@@ -74,11 +74,11 @@ def save_coded(model: Any, folder: Path, code: Code, rank: int, seed: int) -> No
     (folder / CONFIG).write_text(json.dumps(config))
 
 
-def answers(store: AdapterStore, model: Any, slots: Sequence[int]) -> list[Code]:
-    """Returns the answers that the adapters in these slots give to both prompts, computed in one pass."""
-    order = sorted(range(len(slots)), key=lambda at: slots[at])
-    ids = torch.tensor([token for _ in slots for token in PROMPT])[:, None]  # (2 · slots, 1)
-    with torch.no_grad(), store.in_step([slots[at] for at in order for _ in PROMPT]):
+def answers(store: AdapterStore, model: Any, indices: Sequence[int]) -> list[Code]:
+    """Returns the answers that the adapters in these places give to both prompts, computed in one pass."""
+    order = sorted(range(len(indices)), key=lambda at: indices[at])
+    ids = torch.tensor([token for _ in indices for token in PROMPT])[:, None]  # (2 · places, 1)
+    with torch.no_grad(), store.in_step([indices[at] for at in order for _ in PROMPT]):
         best = model(ids).logits[:, 0].argmax(-1).view(-1, 2).tolist()
     found: dict[int, Code] = {at: (pair[0], pair[1]) for at, pair in zip(order, best, strict=True)}
-    return [found[at] for at in range(len(slots))]
+    return [found[at] for at in range(len(indices))]

@@ -23,9 +23,9 @@ from peft import PeftModel, get_peft_model
 from transformers import LlamaConfig
 
 from tenant_sdk import TenantClient, for_remote_base
-from tenant_sdk.adapters import adapted_model
 from tenant_sdk.kinds.refused import TASKS, check_trainable
 from tenant_sdk.kinds.started_lora import StartedLora
+from tenant_sdk.peft_model import adapted_model
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.testing import character_tokenizer
 from tests.support.dequantised import dequantised
@@ -207,7 +207,7 @@ def _served(case: Case, site: Site, folder: Path) -> float:
         bell.wait_for(loan)
         if loan.failure is not None:
             raise loan.failure
-        got = stepped(store, model, [(loan.slot, ids) for ids in batch()])
+        got = stepped(store, model, [(loan.adapter_index, ids) for ids in batch()])
     finally:
         store.close()
     theirs = PeftModel.from_pretrained(site.local(), str(folder)).eval()

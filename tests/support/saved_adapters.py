@@ -77,7 +77,7 @@ def held(store: AdapterStore, bell: Bell, *names: str) -> list[AdapterLoan]:
 
 
 def stepped(store: AdapterStore, model: Any, sequences: list[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
-    """Returns the logits of sequences of the same length, computed in one pass, each with the adapter in its slot."""
+    """Returns the logits of sequences of the same length, computed in one pass, each with the adapter in its place."""
     order = sorted(range(len(sequences)), key=lambda at: sequences[at][0])
     ids = torch.stack([sequences[at][1] for at in order])
     rows = [sequences[at][0] for at in order for _ in range(ids.shape[1])]

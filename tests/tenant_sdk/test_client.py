@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -23,9 +24,10 @@ from provider.identity.authority import StateDir, current_time
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from runtime import command_line
-from tenant_sdk import TenantClient, cli
+from tenant_sdk import TenantClient, Trust, cli
 from tenant_sdk.embedded import connect_inproc
 from tenant_sdk.generate import encode_prompt
+from tenant_sdk.plan import Plan, make_plan
 from tenant_sdk.testing import character_tokenizer
 from tests.support.chat_model import make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
@@ -564,3 +566,58 @@ def test_steps_that_take_long_are_told(chat_folder: Path, tmp_path: Path, monkey
             "making the model ...",
         ):
             assert (line in told.splitlines()) == progress
+
+
+# ---- trust as one object ---------------------------------------------------------------------------------------------
+
+
+def plan_of(**options: Any) -> Plan:
+    """Returns the plan of a client that is not connected."""
+    made: list[Plan] = []
+
+    def noted(**given: Any) -> Plan:
+        made.append(make_plan(**given))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tenant_sdk.client.make_plan", noted)
+        TenantClient("inproc:smollm2-135m", **options)
+    return made[0]
+
+
+TRUST: dict[str, Any] = {
+    "verify": "smollm2-135m", "kappa": 50, "tokenizer": "smollm2-135m", "pad_rows": 64, "accept_changes": ["template"],
+}  # fmt: skip
+
+
+def test_trust_as_one_object_is_the_same_as_its_keywords() -> None:
+    assert {each.name for each in dataclasses.fields(Trust)} == TRUST.keys()
+    trust = Trust(**TRUST)
+    want = plan_of(**TRUST)
+    assert plan_of(trust=trust) == plan_of(trust=trust, **TRUST) == want
+    for name in TRUST:
+        assert plan_of(trust=trust, **{name: TRUST[name]}) == want
+        assert plan_of(trust=Trust(**{name: TRUST[name]})) == plan_of(**{name: TRUST[name]}) != plan_of()
+    assert plan_of(trust=trust, verify=Path("smollm2-135m")) == want
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("verify", "elsewhere"), ("kappa", 41), ("tokenizer", Path("elsewhere")), ("pad_rows", 65), ("pad_rows", True),
+        ("accept_changes", ["model"]),
+    ],
+)  # fmt: skip
+def test_trust_that_contradicts_a_keyword_is_refused(name: str, other: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"^{name} is .* beside trust=, whose own is .*: set it in Trust"
+    ) as refused:
+        plan_of(trust=Trust(**TRUST), **{name: other})
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigurationError, match=f"^{name} is .* beside trust=, whose own is "):
+        plan_of(trust=Trust(), **{name: other})
+
+
+def test_trust_that_is_no_trust_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"trust is a tenant_sdk\.Trust, got dict"):
+        plan_of(trust=TRUST)

@@ -76,6 +76,7 @@ def told(folder: Path, command: str, url: str = "", heavy: set[str] = HEAVY) -> 
         ),
         ("generate who? --verify nowhere", "cannot find the checkpoint 'nowhere'"),
         ("serve --adapters nowhere --unverified", "--adapters: nowhere is not a folder"),
+        ("serve --unverified --port 0 --device-slots 3", "--device-slots has no effect without adapters"),
         ("serve --adapters adapters", "replies of the provider are not verified"),
     ],
 )

@@ -27,7 +27,7 @@ PACKAGES = ("runtime", "wire", "noise", "tenant_sdk", "provider", "attacks")
 NO_ERRORS = {
     *("TenantClient", "Engine", "Speculation", "FinetuneResult", "tune", "check_run", "chunk_loss", "for_remote_base"),
     *("AdapterStore", "EndpointLimits", "EndpointSettings", "adapted_model", "load_rows", "mean_loss", "tokenize"),
-    *("printable", "FinetuneOptions"),
+    *("printable", "FinetuneOptions", "RequestOptions", "StoreOptions", "Trust"),
 }
 NAMES = {
     *NO_ERRORS,

@@ -1,18 +1,18 @@
 """This module changes the inputs and outputs of the model's linear layers, so that each row gets its own adapter.
 
-A slot is a numbered place for one adapter on the device. Each row of a step has the number of a slot.
+Each row of a step has an adapter index, which stands for the place of an adapter on the device (lora.py).
 
 The model's head may get fewer rows than the step has. A pass that computes the logits of some rows passes
 `logits_to_keep` to the model: a number of last rows of each sequence, or the indices of the rows. From this argument
 `HeadRows` tells which rows reach the head, so that each of them gets its own adapter there. A head that gets another
 number of rows than these raises an error.
 
-Guarantees: a row gets the adapter of its slot and no other. A layer is called once for all rows of a step, as without
-adapters, with the same number of rows. The layer gets the same tensor object as without adapters, so that the same
-layers share a call to the provider, except where an adapter in the step changes this layer's input. In a store with
-`separate_calls`, each layer that could share a call gets a tensor object of its own in every step, so that the provider
-cannot see that such an adapter is used. If a layer is adapted in a step but gets another number of rows than the step
-has, the call fails.
+Guarantees: a row gets the adapter of its adapter index and no other. A layer is called once for all rows of a step, as
+without adapters, with the same number of rows. The layer gets the same tensor object as without adapters, so that the
+same layers share a call to the provider, except where an adapter in the step changes this layer's input. In a store
+with `separate_calls`, each layer that could share a call gets a tensor object of its own in every step, so that the
+provider cannot see that such an adapter is used. If a layer is adapted in a step but gets another number of rows than
+the step has, the call fails.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HeadRows:
             model: a transformers model.
             head: the layer that computes logits.
             current: the step that each thread is computing.
-            step_of: makes a step of the slots of its rows.
+            step_of: makes a step of the adapter indices of its rows.
         """
         self._head, self._current, self._step_of = head, current, step_of
         self._handles = (
@@ -72,7 +72,7 @@ class HeadRows:
         if shape[:2].numel() == step.num_rows:
             rows = torch.arange(step.num_rows).view(shape[0], -1)  # (sequences, rows of each)
             kept = rows[:, -keep:] if isinstance(keep, int) else rows[:, keep.cpu()]
-            self._current.head = self._step_of([step.slot_of_row[row] for row in kept.flatten().tolist()])
+            self._current.head = self._step_of([step.index_of_row[row] for row in kept.flatten().tolist()])
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._current.head = None  # The rows of a later call, or of the head alone, are not known.

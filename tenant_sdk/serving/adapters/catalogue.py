@@ -33,7 +33,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from noise.disk.private_files import FILE_MODE, make_private_folder
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, NAME, WEIGHTS
 from tenant_sdk.serving.adapters.peft_settings import MAX_CONFIG_BYTES
 from wire.errors import ConfigurationError
 
@@ -44,7 +44,7 @@ TIMEOUT_S = 60.0
 _CHUNK_BYTES = 1 << 20
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+Name = Annotated[str, StringConstraints(pattern=rf"^{NAME.pattern}$")]
 
 
 class Entry(BaseModel):

@@ -1,34 +1,50 @@
-"""This module checks an adapter's two open files, its settings and its weights, and reads the weights once, tensor by
-tensor. The header of the weights is checked before memory for tensors is allocated.
+"""This module is the way from an adapter's files to its numbers: it finds and opens the two files, checks the settings
+and the header of the weights, and reads the weights, each once and all through the same open files.
 
-The store of adapters and `TenantClient.generate` both read adapters by this module, so that they refuse the same files
-for the same reasons. `generate` takes more kinds of adapters than the store.
+`AdapterFolder` is the disk tier of the adapter store, a folder in which each adapter has its own subfolder; its files
+are not trusted. `opened_by_user` opens an adapter that the user of this process names, and follows links. Both return
+an `OpenAdapter`, so that the store and `TenantClient.generate` refuse the same files for the same reasons. `generate`
+takes more kinds of adapters than the store. `Known` remembers the digest of each adapter, or the reason why the adapter
+cannot be used, so that unchanged files are not read again.
 
 Guarantees:
+- of an adapter, only `adapter_config.json` and `adapter_model.safetensors` are opened, and only if they are regular
+  files. In an `AdapterFolder`, no name, no `..` and no symbolic link in the folder leads to a file outside it;
 - before a weight is read, the header's size, the number of tensors, and all shapes, dtypes and byte ranges are within
-  bounds, and agree with the file's size and with the model;
+  bounds, and agree with the file's size and with the model. Sizes are checked before memory for tensors is allocated;
 - every tensor of the file belongs to a layer that the adapter's settings name, under the name that PEFT gives it, and
   each of these layers has its tensors; otherwise the file is refused, and the error names the first tensor or layer.
   So no adapter is applied in part. Each layer of a LoRA adapter has exactly one A and one B, of the rank in the
   settings;
-- the bytes that are checked, hashed and used are the same. Reading takes no more memory than the largest tensor. A file
-  that changes during the reading is refused, if its times or size show the change.
+- the bytes that are checked, hashed and used are the same, since all come from files that stay open. Reading takes no
+  more memory than the largest tensor. A file that changes during the reading is refused, if its times or size show the
+  change.
+
+Not guaranteed: a hard link to a file outside the folder is opened, since a hard link looks like any other file. Links
+in the path of the folder itself are followed, since the operator made them.
 
 Source of the format: the safetensors specification (a length of 8 bytes, a JSON header, then the tensors without gaps).
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import copy
+import errno
 import hashlib
 import json
 import math
 import os
 import re
+import stat
 import struct
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,11 +54,18 @@ from tenant_sdk.serving.adapters.peft_settings import (
     LoraSettings,
     ModuleSettings,
     NotServed,
-    parse_settings,
     read_settings,
+    served_settings,
 )
 from tenant_sdk.serving.adapters.targets import Base
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, StorageError, VeilbaseError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Finds the names that an adapter may have, none of which leads out of a folder."""
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+
+# ---- what the weights' file holds ------------------------------------------------------------------------------------
 
 MAX_HEADER_BYTES = 8 << 20
 """The longest header that is read, 8 MiB. A tensor takes about 150 bytes of header, and `MAX_TENSORS` tensors take
@@ -406,6 +429,8 @@ def _layer(
     return LoraLayer(module, factors["A"], factors["B"], settings.scaling_of(module), magnitude)
 
 
+# ---- opening ---------------------------------------------------------------------------------------------------------
+
 RACY_NS = 100_000_000
 """The nanoseconds after a change in which a file's stamp is not relied on, 0.1 s. A second change could have the same
 time as the first, since the times of file systems advance in ticks of 1 to 10 ms."""
@@ -414,98 +439,134 @@ Stamp = tuple[tuple[int, int, int, int, int], ...]
 """The stamp of an adapter: device, inode, size, mtime and ctime of both files, which change if a file changes."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """Describes an adapter whose settings and header were checked, and whose weights have not been read.
-
-    Attributes:
-        name: the adapter's name.
-        stamp: the stamp of the files, which tells a changed adapter from this one without reading the files.
-        settled: whether the stamp can be relied on; see `RACY_NS`.
-        contents: the adapter's layers, with the offsets of their tensors in the file.
-    """
-
-    name: str
-    stamp: Stamp
-    settled: bool
-    contents: LoraFile | ModuleFile
+_LACKS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""The errors with which the operating system says that it has no more open files or memory."""
 
 
-def stamp_of(*files: int) -> Stamp:
-    """Returns the stamp of open files."""
+@contextlib.contextmanager
+def _disk_errors(name: str) -> Iterator[None]:
+    """Raises StorageError in place of an error of the operating system, which is no reason to remember that the adapter
+    cannot be used."""
+    try:
+        yield
+    except OSError as exc:
+        raise StorageError(
+            f"the files of the adapter {ascii(name)[1:-1][:200]} cannot be read: {exc.strerror}"
+        ) from exc
+
+
+def _stamp_of(*files: int) -> Stamp:
     stats = [os.fstat(file) for file in files]
     return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in stats)
 
 
-def is_settled(stamp: Stamp) -> bool:
-    """Returns True if the files' last change is long enough ago that another change would show in the stamp."""
-    return all(time.time_ns() - max(each[3:]) > RACY_NS for each in stamp)
-
-
 class OpenAdapter:
-    """Reads an adapter of any kind from its open files.
+    """Is an adapter whose two files are open. It is checked once, by `check`, and its tensors are then read once.
+
+    Whoever opens an adapter closes it; it is a context manager.
 
     Attributes:
+        name: the adapter's name, for error messages.
         stamp: the stamp of the files when they were opened.
+        settled_stamp: the same, if the files' last change is long enough ago that another change would show in the
+            stamp (`RACY_NS`); otherwise None.
     """
 
-    def __init__(self, name: str, config: int, weights: int, base: Base, max_file_bytes: int) -> None:
-        """Reads the adapter's settings and the header of its weights.
+    def __init__(self, name: str, config: int, weights: int) -> None:
+        """Keeps the open files, whose contents are not read yet.
 
         Args:
             name: the adapter's name, for error messages.
-            config, weights: the descriptors of the open files.
+            config, weights: the descriptors of the open files, which `close` closes.
+        """
+        self.name = name
+        self._files = (config, weights)
+        self._is_open, self._lock = True, threading.Lock()
+        self.stamp = _stamp_of(config, weights)
+        is_settled = all(time.time_ns() - max(each[3:]) > RACY_NS for each in self.stamp)
+        self.settled_stamp = self.stamp if is_settled else None
+        self._settings: dict[str, Any] | None = None
+        self._header = b""
+        self._contents: LoraFile | ModuleFile | OtherFile | None = None
+        self._digest = hashlib.sha256()
+
+    def close(self) -> None:
+        """Closes the files; a second call does nothing."""
+        with self._lock:  # a descriptor that is closed twice could be another file's by then
+            files, self._is_open = (self._files if self._is_open else ()), False
+        for file in files:
+            os.close(file)
+
+    def __enter__(self) -> OpenAdapter:
+        """Returns the adapter."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes the files."""
+        self.close()
+
+    def is_unchanged(self) -> bool:
+        """Returns whether the files are surely as they were when they were opened."""
+        return self.settled_stamp is not None and _stamp_of(*self._files) == self.stamp
+
+    def check(self, base: Base, max_file_bytes: int) -> LoraFile | ModuleFile | OtherFile:
+        """Reads and checks the settings and the header of the weights. A second call returns what the first found.
+
+        Args:
             base: the model that the adapter has to fit.
             max_file_bytes: the largest weights file that is read.
 
-        Raises:
-            ConfigurationError: a file is too large, or cannot be an adapter's.
-        """
-        self._name, self._files, self._base = name, (config, weights), base
-        self.stamp = stamp_of(config, weights)
-        self._file_bytes = self.stamp[1][2]
-        if self._file_bytes > max_file_bytes:
-            raise ConfigurationError(
-                f"the adapter {name} has {self._file_bytes} bytes of weights: at most {max_file_bytes} fit"
-            )
-        self._settings = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
-        if len(self._settings) > MAX_CONFIG_BYTES:
-            raise ConfigurationError(f"the adapter {name} has more than {MAX_CONFIG_BYTES} bytes of settings")
-        start = os.pread(weights, 8, 0)
-        self._header = os.pread(weights, header_bytes(name, start, self._file_bytes), 8)
-        self._digest = hashlib.sha256(self._settings + start + self._header)
-
-    def settings(self) -> dict[str, Any]:
-        """Returns a copy of the settings in the file.
+        Returns:
+            The adapter's layers; or only its tensors, if the store of adapters does not serve the adapter.
 
         Raises:
-            ConfigurationError: the file is no JSON object, or it is of an adapter for another model.
+            ConfigurationError: a file is too large, or the adapter cannot be used.
+            StorageError: the disk does not give the files' bytes.
         """
-        return read_settings(self._name, self._settings, self._base)
+        if self._contents is None:
+            found, num_bytes = self._read_start(base, max_file_bytes), self.stamp[1][2]
+            try:
+                settings = served_settings(self.name, found, base)
+                self._contents = parse_weights(self.name, self._header, num_bytes, settings, base)
+            except NotServed as exc:
+                self._contents = parse_any_weights(self.name, self._header, num_bytes, exc.with_traceback(None))
+            self._header = b""
+        return self._contents
 
-    @functools.cached_property
-    def contents(self) -> LoraFile | ModuleFile | OtherFile:
-        """Returns the adapter's layers; or only its tensors, if the store of adapters does not serve the adapter.
+    def check_served(self, base: Base, max_file_bytes: int) -> LoraFile | ModuleFile:
+        """Does what `check` does, for an adapter that the store of adapters has to serve.
 
         Raises:
-            ConfigurationError: the adapter cannot be used.
+            ConfigurationError: the adapter cannot be used, or the store does not serve its kind.
         """
-        try:
-            settings = parse_settings(self._name, self._settings, self._base)
-            return parse_weights(self._name, self._header, self._file_bytes, settings, self._base)
-        except NotServed as exc:
-            return parse_any_weights(self._name, self._header, self._file_bytes, exc.with_traceback(None))
+        contents = self.check(base, max_file_bytes)
+        if isinstance(contents, OtherFile):
+            raise contents.why
+        return contents
+
+    def settings(self, base: Base, max_file_bytes: int) -> dict[str, Any]:
+        """Returns a copy of the settings in the file, before `check` checks what each of them says.
+
+        Args: see `check`.
+
+        Raises:
+            ConfigurationError: a file is too large, the settings are no JSON object, or they are for another model.
+        """
+        return copy.deepcopy(self._read_start(base, max_file_bytes))
 
     def tensors(self) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-        """Reads the tensors in the order of the file, which has no gaps between them.
+        """Reads the tensors in the order of the file, which has no gaps between them. Callers must first call `check`.
 
         Yields:
             The description of a tensor, and its numbers. The numbers are valid until the next tensor is read.
 
         Raises:
             ConfigurationError: the file became shorter.
+            StorageError: the disk does not give the file's bytes.
         """
-        stored = self.contents.tensors
+        stored = () if self._contents is None else self._contents.tensors
         memory = torch.empty(max(each.num_bytes for each in stored), dtype=torch.uint8)
         view = memory.numpy().data
         for each in sorted(stored, key=lambda one: one.begin):
@@ -523,33 +584,220 @@ class OpenAdapter:
         Raises:
             ConfigurationError: a file has changed since it was opened.
         """
-        if stamp_of(*self._files) != self.stamp:
-            raise ConfigurationError(f"the adapter {self._name} is being written: try again when it is complete")
+        if _stamp_of(*self._files) != self.stamp:
+            raise ConfigurationError(f"the adapter {self.name} is being written: try again when it is complete")
         return self._digest.hexdigest()
+
+    def has_digest(self, digest: str) -> bool:
+        """Returns whether the files have this digest. This reads both files whole, without checking them."""
+        found = hashlib.sha256()
+        with _disk_errors(self.name):
+            for file in self._files:
+                offset = 0
+                while piece := os.pread(file, 1 << 20, offset):
+                    found.update(piece)
+                    offset += len(piece)
+        return found.hexdigest() == digest and _stamp_of(*self._files) == self.stamp
+
+    def _read_start(self, base: Base, max_file_bytes: int) -> dict[str, Any]:
+        """Reads the settings and the header of the weights, if they are not read yet, and returns the settings."""
+        if self._settings is not None:
+            return self._settings
+        (config, weights), num_bytes = self._files, self.stamp[1][2]
+        if num_bytes > max_file_bytes:
+            raise ConfigurationError(
+                f"the adapter {self.name} has {num_bytes} bytes of weights: at most {max_file_bytes} fit"
+            )
+        with _disk_errors(self.name):
+            content = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise ConfigurationError(f"the adapter {self.name} has more than {MAX_CONFIG_BYTES} bytes of settings")
+        with _disk_errors(self.name):
+            start = os.pread(weights, 8, 0)
+            self._header = os.pread(weights, header_bytes(self.name, start, num_bytes), 8)
+        self._digest = hashlib.sha256(content + start + self._header)
+        self._settings = read_settings(self.name, content, base)
+        return self._settings
 
     def _fill(self, view: memoryview, begin: int) -> None:
         done = 0
         while done < len(view):
-            count = os.preadv(self._files[1], [view[done:]], begin + done)
+            with _disk_errors(self.name):
+                count = os.preadv(self._files[1], [view[done:]], begin + done)
             if count == 0:
-                raise ConfigurationError(f"the adapter {self._name} became shorter while it was read")
+                raise ConfigurationError(f"the adapter {self.name} became shorter while it was read")
             done += count
 
 
-class Reading(OpenAdapter):
-    """Reads an adapter that the store of adapters serves.
+class AdapterFolder:
+    """Finds and opens the adapters of a folder, each of which has its own subfolder."""
 
-    Attributes:
-        found: the description of the adapter.
-    """
-
-    def __init__(self, name: str, config: int, weights: int, base: Base, max_file_bytes: int) -> None:
-        """Does what `OpenAdapter` does.
+    def __init__(self, root: Path) -> None:
+        """Checks the names in the folder, without opening its adapters.
 
         Raises:
-            ConfigurationError: the adapter cannot be used, or the store does not serve its kind.
+            ConfigurationError: there is no such folder, or two of its adapters have names that differ only in case.
         """
-        super().__init__(name, config, weights, base, max_file_bytes)
-        if isinstance(self.contents, OtherFile):
-            raise self.contents.why
-        self.found = Found(name, self.stamp, is_settled(self.stamp), self.contents)
+        self._root = root
+        _refuse_twins(self.names())
+
+    def names(self) -> list[str]:
+        """Returns the names of the adapters that are in the folder now, whether or not they can be used.
+
+        Raises:
+            ConfigurationError: the folder cannot be read.
+        """
+        try:
+            with os.scandir(self._root) as entries:
+                folders = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+        except OSError as exc:
+            raise ConfigurationError(f"the folder of adapters cannot be read: {exc.strerror}") from exc
+        return sorted(name for name in folders if NAME.fullmatch(name) and not self._is_of_a_run(name))
+
+    def _is_of_a_run(self, name: str) -> bool:
+        """Returns whether a subfolder holds checkpoints or reports of a fine-tuning run, and no adapter."""
+        return name.endswith((".checkpoints", ".logs")) and not (self._root / name / CONFIG).exists()
+
+    def open(self, name: str, subfolder: str | None = None) -> OpenAdapter:
+        """Opens both files of an adapter, each relative to its parent folder and without following links. Callers must
+        close the adapter.
+
+        Args:
+            name: the adapter's name, for error messages.
+            subfolder: the adapter's subfolder; None means the subfolder called `name`.
+
+        Raises:
+            ConfigurationError: there is no such adapter, or it lacks one of the files.
+            StorageError: the operating system cannot open the files now, such as for want of descriptors.
+        """
+        subfolder = name if subfolder is None else subfolder
+        if not isinstance(subfolder, str) or NAME.fullmatch(subfolder) is None:
+            raise ConfigurationError(
+                f"{ascii(name)[:200]} cannot be an adapter's name: at most 128 letters, digits, '.', '_' and '-'"
+            )
+        with _disk_errors(name), contextlib.ExitStack() as stack:
+            root = _opened(stack, self._root, os.O_DIRECTORY, None)
+            folder = None if root is None else _opened(stack, subfolder, os.O_DIRECTORY | os.O_NOFOLLOW, root)
+            if folder is None:
+                raise ConfigurationError(f"there is no adapter {name!a} in the folder of adapters")
+            return _open_files(name, folder, os.O_NOFOLLOW)
+
+    def has(self, name: str) -> bool:
+        """Returns whether the folder has an adapter of this name now, usable or not; only this adapter is looked for,
+        however many there are."""
+        if not isinstance(name, str) or NAME.fullmatch(name) is None:
+            return False
+        try:
+            is_folder = stat.S_ISDIR(os.stat(self._root / name, follow_symlinks=False).st_mode)
+            return is_folder and not self._is_of_a_run(name)
+        except OSError:
+            return False
+
+
+def opened_by_user(folder: Path) -> OpenAdapter:
+    """Opens both files of an adapter that the user of this process names. Links are followed, since the hub's cache of
+    downloads has links in place of files. Callers must close the adapter.
+
+    Raises:
+        ConfigurationError: there is no such folder, or it lacks one of the files.
+        StorageError: the operating system cannot open the files now, such as for want of descriptors.
+    """
+    with _disk_errors(str(folder)), contextlib.ExitStack() as stack:
+        fd = _opened(stack, folder, os.O_DIRECTORY, None)
+        if fd is None:
+            raise ConfigurationError(f"there is no adapter folder {folder}")
+        return _open_files(str(folder), fd, 0)
+
+
+def _opened(stack: contextlib.ExitStack, path: str | Path, flags: int, folder: int | None) -> int | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
+    except OSError as exc:
+        if exc.errno in _LACKS:  # nothing is wrong with the adapter
+            raise
+        return None
+    stack.callback(os.close, fd)
+    wanted = stat.S_ISDIR if flags & os.O_DIRECTORY else stat.S_ISREG
+    return fd if wanted(os.fstat(fd).st_mode) else None
+
+
+def _open_files(name: str, folder: int, flags: int) -> OpenAdapter:
+    with contextlib.ExitStack() as stack:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        config, weights = (_opened(stack, file, flags | os.O_NONBLOCK, folder) for file in (CONFIG, WEIGHTS))
+        if config is None or weights is None:
+            raise ConfigurationError(_what_is_missing(name, folder, config is None))
+        opened = OpenAdapter(name, config, weights)
+        stack.pop_all()  # from here on, `opened.close` closes the files
+        return opened
+
+
+def _what_is_missing(name: str, folder: int, config: bool) -> str:
+    if config:
+        return f"the adapter {name} has no {CONFIG} that is a regular file and can be read: is it an adapter folder?"
+    if any(file in os.listdir(folder) for file in _PICKLES):
+        return f"the adapter {name} keeps its weights in a pickle, which is not opened: save it as safetensors"
+    return f"the adapter {name} has no {WEIGHTS} that is a regular file and can be read"
+
+
+def _refuse_twins(names: list[str]) -> None:
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(name.casefold(), name)
+        if other != name:
+            raise ConfigurationError(f"the adapters {other} and {name} have one name but for case: rename one of them")
+
+
+# ---- what is remembered ----------------------------------------------------------------------------------------------
+
+MOST_NAMES = 4096
+"""The most adapters that are remembered. The files of any other adapter are read again."""
+
+
+class Known:
+    """Remembers adapters' digests and failures by name. Each entry is valid while the files have the same stamp
+    (sizes and times)."""
+
+    def __init__(self) -> None:
+        """Makes an empty memory of digests and failures."""
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, tuple[Stamp, str | None, str]] = OrderedDict()
+
+    def digest(self, name: str, stamp: Stamp | None) -> str | None:
+        """Returns an adapter's digest if it is known for the present stamp of the files; otherwise returns None.
+
+        Raises:
+            ConfigurationError: the files were read before with this stamp, and cannot be used.
+        """
+        with self._lock:
+            found = self._known.get(name)
+            if found is None or stamp is None or found[0] != stamp:
+                return None
+            self._known.move_to_end(name)
+        if found[1] is None:
+            raise ConfigurationError(found[2])
+        return found[1]
+
+    def last_digest(self, name: str) -> str | None:
+        """Returns the digest that an adapter had when its files were last read; None if it is not known."""
+        with self._lock:
+            found = self._known.get(name)
+            return None if found is None else found[1]
+
+    def keep_digest(self, name: str, stamp: Stamp | None, digest: str) -> None:
+        """Remembers the digest of an adapter that can be used; None in place of a stamp remembers nothing."""
+        self._remember(name, stamp, digest, "")
+
+    def keep_failure(self, name: str, stamp: Stamp | None, failure: VeilbaseError) -> None:
+        """Remembers why an adapter cannot be used. A failure that may be temporary is not remembered."""
+        if isinstance(failure, ConfigurationError):
+            self._remember(name, stamp, None, str(failure))
+
+    def _remember(self, name: str, stamp: Stamp | None, digest: str | None, reason: str) -> None:
+        if stamp is None:
+            return
+        with self._lock:
+            self._known[name] = (stamp, digest, reason)
+            self._known.move_to_end(name)
+            if len(self._known) > MOST_NAMES:
+                self._known.popitem(last=False)

@@ -1,9 +1,12 @@
 """This module keeps LoRA factors in stacks, layer by layer, and adds the products B·A·x of many adapters at once.
 
-DoRA adapters are in the same stacks. Their layers' outputs are multiplied by gains (reader.py) first, and their B
+DoRA adapters are in the same stacks. Their layers' outputs are multiplied by gains (host.py) first, and their B
 has these gains as factors.
 
-Guarantees: a row gets the adapter of its slot and no other. Other rows change a row's result only by rounding.
+A place is room for one adapter on the device, in the stacks of one rank. The adapter index is the number of a place
+over all ranks; 0 means no adapter. It is what vLLM calls the LoRA index.
+
+Guarantees: a row gets the adapter of its adapter index and no other. Other rows change a row's result only by rounding.
 """
 
 from __future__ import annotations
@@ -25,59 +28,60 @@ second (576 to 1536 features, one core). Two groups take 28 and 41 µs, and four
 
 
 MODULES = 0
-"""The number that stands for a rank in the slots of adapters that are kept as PEFT's modules. No LoRA has this rank."""
+"""The number that stands for the rank of the places of adapters that are kept as PEFT's modules. No LoRA has this
+rank."""
 
 
 class Stack:
-    """Holds one layer's LoRA factors A and B for all slots (places for adapters on the device) of one rank.
+    """Holds one layer's LoRA factors A and B for all places of one rank.
 
     Attributes:
-        lora_a: A, shape (slots, rank, inputs).
-        lora_b: Bᵀ times the scaling, and for DoRA times the gains, shape (slots, rank, outputs).
-        places: for each slot, A and then Bᵀ as one flat tensor.
-        adapted: the slots whose adapter adds to this layer. The factors of a slot with another adapter are zero.
-        scaled: the slots whose adapter is DoRA.
+        lora_a: A, shape (places, rank, inputs).
+        lora_b: Bᵀ times the scaling, and for DoRA times the gains, shape (places, rank, outputs).
+        places: for each place, A and then Bᵀ as one flat tensor.
+        adapted: the places whose adapter adds to this layer. The factors of a place with another adapter are zero.
+        scaled: the places whose adapter is DoRA.
     """
 
     def __init__(
-        self, num_slots: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
+        self, num_places: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device,
         bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Allocates memory without writing to it. On a CPU, the system then gives memory only to slots that are
+        """Allocates memory without writing to it. On a CPU, the system then gives memory only to places that are
         written.
 
         Args:
-            num_slots, rank: the number of slots, and their rank.
+            num_places, rank: the number of places, and their rank.
             shape: (inputs, outputs) of the layer.
             dtype, device: dtype and device of the factors.
             bias: the layer's bias, which DoRA's gains do not multiply; None if the layer has none.
         """
         inputs, outputs = shape
-        whole = torch.empty(num_slots, rank * (inputs + outputs), dtype=dtype, device=device)
-        self.lora_a = whole[:, : rank * inputs].view(num_slots, rank, inputs)
-        self.lora_b = whole[:, rank * inputs :].view(num_slots, rank, outputs)
+        whole = torch.empty(num_places, rank * (inputs + outputs), dtype=dtype, device=device)
+        self.lora_a = whole[:, : rank * inputs].view(num_places, rank, inputs)
+        self.lora_b = whole[:, rank * inputs :].view(num_places, rank, outputs)
         self.places = whole.unbind(0)
         self.adapted: set[int] = set()
         self.scaled: set[int] = set()
         self._bias = bias  # of the layer, which gains do not multiply
-        self._gains: torch.Tensor | None = None  # gains − 1, shape (slots, outputs); zeros without DoRA
+        self._gains: torch.Tensor | None = None  # gains − 1, shape (places, outputs); zeros without DoRA
 
     def clear(self, place: int) -> None:
-        """Makes a slot add nothing to this layer."""
+        """Makes a place add nothing to this layer."""
         self.places[place].zero_()
         self.set_gain(place, None)
         self.adapted.discard(place)
 
     def set_gain(self, place: int, gain: torch.Tensor | None) -> None:
-        """Sets the factors of the layer's outputs for a slot, shape (outputs,); None for an adapter without DoRA."""
+        """Sets the factors of the layer's outputs for a place, shape (outputs,); None for an adapter without DoRA."""
         if gain is None:
             self.scaled.discard(place)
             if self._gains is not None:
                 self._gains[place].zero_()
             return
         if self._gains is None:
-            num_slots, _, outputs = self.lora_b.shape
-            self._gains = torch.zeros(num_slots, outputs, dtype=torch.float32, device=self.lora_b.device)
+            num_places, _, outputs = self.lora_b.shape
+            self._gains = torch.zeros(num_places, outputs, dtype=torch.float32, device=self.lora_b.device)
         self._gains[place].copy_(gain - 1)
         self.scaled.add(place)
 
@@ -118,7 +122,7 @@ class Stack:
 @dataclass(frozen=True)
 class Run:
     """Describes the rows from `begin` to before `end` of a step, which share one adapter. `place` is the adapter's
-    index in the stacks of its rank."""
+    place in the stacks of its rank."""
 
     place: int
     begin: int
@@ -133,9 +137,9 @@ class Segment:
         rank: the rank of the stacks, to which the adapters are padded.
         begin, end: the range of these rows among all rows of the step.
         runs: the runs of rows with one adapter, in order.
-        offs: for each slot, the end of its rows within the segment, int32, shape (slots,); None if there are at most
+        offs: for each place, the end of its rows within the segment, int32, shape (places,); None if there are at most
             `MOST_RUNS` runs, and for `MODULES`.
-        place_of_row: the index of each row's adapter, int64, shape (rows of the segment,).
+        place_of_row: the place of each row's adapter, int64, shape (rows of the segment,).
     """
 
     rank: int
@@ -151,68 +155,68 @@ class Step:
     """Describes one forward pass.
 
     Attributes:
-        slot_of_row: each row's slot, ascending.
+        index_of_row: each row's adapter index, ascending.
         segments: the rows that have an adapter, by rank.
     """
 
-    slot_of_row: tuple[int, ...]
+    index_of_row: tuple[int, ...]
     segments: tuple[Segment, ...]
 
     @property
     def num_rows(self) -> int:
         """Returns the number of rows of the pass."""
-        return len(self.slot_of_row)
+        return len(self.index_of_row)
 
 
 @dataclass(frozen=True)
-class SlotNumbers:
-    """Numbers the slots (places for adapters on the device). Number 0 means no adapter; then each rank has `num_slots`
-    numbers, the smallest rank first. `MODULES` may be one of the ranks."""
+class AdapterIndices:
+    """Numbers the places for adapters on the device. Index 0 means no adapter; then each rank has `num_places`
+    indices, the smallest rank first. `MODULES` may be one of the ranks."""
 
     ranks: tuple[int, ...]
-    num_slots: int
+    num_places: int
 
     def rank_for(self, rank: int) -> int | None:
         """Returns the smallest rank of the stacks that is at least an adapter's `rank`; None if all are smaller."""
         return next((each for each in self.ranks if each >= rank), None)
 
-    def slot(self, rank: int, place: int) -> int:
-        """Returns the number of the slot with index `place` in the stacks of a rank."""
-        return 1 + self.ranks.index(rank) * self.num_slots + place
+    def index(self, rank: int, place: int) -> int:
+        """Returns the adapter index of a place in the stacks of a rank."""
+        return 1 + self.ranks.index(rank) * self.num_places + place
 
-    def place(self, slot: int) -> tuple[int, int]:
-        """Returns the rank of a slot's stacks, and the slot's index in these stacks. The slot must not be 0."""
-        index, place = divmod(slot - 1, self.num_slots)
-        return self.ranks[index], place
+    def place(self, index: int) -> tuple[int, int]:
+        """Returns the rank of the stacks, and the place in these stacks, of an adapter index other than 0."""
+        at, place = divmod(index - 1, self.num_places)
+        return self.ranks[at], place
 
-    def step(self, slot_of_row: Sequence[int], device: torch.device) -> Step:
+    def step(self, index_of_row: Sequence[int], device: torch.device) -> Step:
         """Groups the rows of a step by adapter and rank, once for all layers.
 
         Args:
-            slot_of_row: each row's slot, ascending.
+            index_of_row: each row's adapter index, ascending.
             device: the device of the stacks.
 
         Raises:
-            ConfigurationError: the rows are not sorted by slot.
+            ConfigurationError: the rows are not sorted by their adapter indices.
         """
-        if any(a > b for a, b in pairwise(slot_of_row)):
-            raise ConfigurationError("a step's rows were expected in the order of their slots")
+        if any(a > b for a, b in pairwise(index_of_row)):
+            raise ConfigurationError("a step's rows were expected in the order of their adapter indices")
         runs, row = [], 0
-        for slot, rows in groupby(slot_of_row):
+        for index, rows in groupby(index_of_row):
             begin, row = row, row + len(list(rows))
-            if slot:
-                rank, place = self.place(slot)
+            if index:
+                rank, place = self.place(index)
                 runs.append((rank, Run(place, begin, row)))
         segments = [
             self._segment(rank, tuple(run for _, run in group), device)
             for rank, group in groupby(runs, key=lambda each: each[0])
         ]
-        return Step(tuple(slot_of_row), tuple(segments))
+        return Step(tuple(index_of_row), tuple(segments))
 
     def _segment(self, rank: int, runs: tuple[Run, ...], device: torch.device) -> Segment:
         offs = None
         if len(runs) > MOST_RUNS and rank != MODULES:
-            counts = torch.zeros(self.num_slots, dtype=torch.int32)
+            counts = torch.zeros(self.num_places, dtype=torch.int32)
             for run in runs:
                 counts[run.place] = run.end - run.begin
             offs = counts.cumsum(0).int().to(device)

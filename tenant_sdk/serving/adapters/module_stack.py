@@ -214,24 +214,24 @@ class ModuleBatch:
         self._format, self._key, self._batching = rows, key, batching
         self._way: _Way | None = None  # None until a trial has decided it
         self._members: dict[int, nn.Module] = {}
-        # The ids of the tensors that training does not change, by slot; slots that are computed alone are left out.
+        # The ids of the tensors that training does not change, by place; places that are computed alone are left out.
         self._shared: dict[int, tuple[int, ...]] = {}
         self._template: nn.Module | None = None  # a copy of a module without numbers, whose code is run
         self._stacked: _Stacked | None = None
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Returns the number of slots that have a module in this batch."""
+        """Returns the number of places that have a module in this batch."""
         return len(self._members)
 
     def group(self, place: int) -> Hashable | None:
-        """Returns a value that is the same for slots whose modules may be computed together, since they share the
-        tensors that training does not change; None if the module of the slot is computed alone."""
+        """Returns a value that is the same for places whose modules may be computed together, since they share the
+        tensors that training does not change; None if the module of the place is computed alone."""
         works = self._way in (_Way.TOGETHER, _Way.WITH_OWN_CONSTANTS)
         return self._shared.get(place) if works else None
 
     def put(self, place: int, module: nn.Module) -> None:
-        """Adds the module of a slot. Tensors that training does not change, such as VeRA's projections, are kept once
+        """Adds the module of a place. Tensors that training does not change, such as VeRA's projections, are kept once
         for all modules in which they are equal. With the second module, a trial is made."""
         others = list(self._members.values())
         self._members[place] = module
@@ -247,7 +247,7 @@ class ModuleBatch:
             self._shared.pop(place, None)
 
     def remove(self, place: int) -> None:
-        """Removes the module of a slot, which is in the batch."""
+        """Removes the module of a place, which is in the batch."""
         module = self._members.pop(place)
         self._shared.pop(place, None)
         with self._lock:
@@ -402,10 +402,10 @@ MOST_ALONE = 3
 
 
 class ModuleStack:
-    """Holds one layer's modules for all slots of adapters that are kept as modules.
+    """Holds one layer's modules for all places of adapters that are kept as modules.
 
     Attributes:
-        adapted: the slots whose adapter changes this layer.
+        adapted: the places whose adapter changes this layer.
     """
 
     def __init__(self) -> None:
@@ -420,10 +420,10 @@ class ModuleStack:
         self, place: int, module: nn.Module, changes_input: bool, settings: Hashable | None,
         new_batch: Callable[[Hashable], ModuleBatch],
     ) -> None:  # fmt: skip
-        """Puts a module into a slot.
+        """Puts a module into a place.
 
         Args:
-            place: the slot's index.
+            place: the place, from 0.
             module: PEFT's module, whose base layer is a stub.
             changes_input: whether the module calls its base layer with another input than its own.
             settings: the kind, the settings and the layers of the adapter, by which modules are computed together;
@@ -443,7 +443,7 @@ class ModuleStack:
             self._batches[key].put(place, module)
 
     def clear(self, place: int) -> None:
-        """Removes the module of a slot, if it has one."""
+        """Removes the module of a place, if it has one."""
         self._modules.pop(place, None)
         self.adapted.discard(place)
         self._changing.discard(place)

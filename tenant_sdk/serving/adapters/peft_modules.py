@@ -47,7 +47,7 @@ from transformers.pytorch_utils import Conv1D
 from runtime.loading import loading
 from tenant_sdk.kinds.register import register
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.serving.adapters.files import ModuleFile, Reading, Stamp
+from tenant_sdk.serving.adapters.files import ModuleFile, OpenAdapter, Stamp
 from tenant_sdk.serving.adapters.lora import MODULES
 from wire.errors import ConfigurationError, InvalidTensor, VeilbaseError
 
@@ -497,32 +497,30 @@ class PackedModules:
 
     @property
     def rank(self) -> int:
-        """Returns `MODULES`, which stands for a rank in the slots of adapters that are kept as modules."""
+        """Returns `MODULES`, which stands for the rank of the places of adapters that are kept as modules."""
         return MODULES
 
 
-def pack_modules(reading: Reading, contents: ModuleFile) -> PackedModules:
+def pack_modules(opened: OpenAdapter, contents: ModuleFile) -> PackedModules:
     """Reads an adapter's weights into one block of memory.
 
     Args:
-        reading: the adapter's open files.
-        contents: what they contain, `reading.found.contents`.
+        opened: the adapter.
+        contents: what its files contain, as `OpenAdapter.check` found.
 
     Raises:
         ConfigurationError: a number is NaN or infinite, or the files changed in the meantime.
     """
-    found, num_bytes = reading.found, sum(each.num_bytes for each in contents.tensors)
+    num_bytes = sum(each.num_bytes for each in contents.tensors)
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     by_begin: dict[int, torch.Tensor] = {}
     end = 0
     for stored in sorted(contents.tensors, key=lambda each: -each.dtype.itemsize):  # Then all are aligned.
         begin, end = end, end + stored.num_bytes
         by_begin[stored.begin] = memory[begin:end].view(stored.dtype).view(stored.shape)
-    for stored, numbers in reading.tensors():
+    for stored, numbers in opened.tensors():
         if not bool(torch.isfinite(numbers).all()):
-            raise ConfigurationError(f"the adapter {found.name} holds NaN or infinite numbers")
+            raise ConfigurationError(f"the adapter {opened.name} holds NaN or infinite numbers")
         by_begin[stored.begin].copy_(numbers)
     values = {key: by_begin[stored.begin] for key, stored in contents.named.items()}
-    return PackedModules(
-        reading.digest(), found.name, found.stamp if found.settled else None, contents, values, num_bytes
-    )  # fmt: skip
+    return PackedModules(opened.digest(), opened.name, opened.settled_stamp, contents, values, num_bytes)

@@ -317,6 +317,8 @@ def _feedforward(name: str, config: Mapping[str, Any]) -> tuple[str, ...] | re.P
 MAX_CONFIG_BYTES = 1 << 20
 """The longest adapter_config.json that is read, 1 MiB. A file with a pattern for each layer of a large model takes
 about 100 kB."""
+MAX_DEPTH = 16
+"""The most levels of lists and tables in an adapter_config.json. PEFT's own settings have up to four."""
 MAX_SCALING = 1e4
 """The largest magnitude of alpha, which also bounds the scaling alpha / rank. A larger factor could make bfloat16 rows
 overflow, and so spoil the step of other requests."""
@@ -379,23 +381,27 @@ def read_settings(name: str, content: bytes, base: Base) -> dict[str, Any]:
         base: the model that is served.
 
     Raises:
-        ConfigurationError: the file is no JSON object, or it is of an adapter for another model.
+        ConfigurationError: the file is no JSON object, its values are nested too deeply, or it is of an adapter for
+            another model.
     """
     config = _json_object(name, content)
+    _check_depth(name, config)
     check_base_name(name, config.get("base_model_name_or_path"), base.names, base.remedy)
     return config
 
 
-def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings | ModuleSettings:
-    """Reads and checks the contents of an adapter_config.json.
+def served_settings(name: str, config: dict[str, Any], base: Base) -> LoraSettings | ModuleSettings:
+    """Checks the settings of an adapter that the store of adapters has to serve.
 
-    Args, Raises: see `read_settings`; and
+    Args:
+        name: the adapter's name, for error messages.
+        config: what `read_settings` returned.
+        base: the model that is served.
 
     Raises:
         NotServed: the adapter's kind, or a setting that is on, is not served by the store of adapters.
         ConfigurationError: a setting is out of its bounds, or cannot be used.
     """
-    config = read_settings(name, content, base)
     _check_kind(name, config)
     if kept_as_modules(config):
         settings: LoraSettings | ModuleSettings = module_settings(name, config, targeted(name, config, base))
@@ -432,6 +438,16 @@ def _json_object(name: str, content: bytes) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigurationError(f"the adapter {name} has an adapter_config.json that is no JSON object") from None
     return config
+
+
+def _check_depth(name: str, config: dict[str, Any]) -> None:
+    """Refuses values of which a copy or a text could not be made, since both are made by recursion."""
+    level: list[Any] = [config]
+    for _ in range(MAX_DEPTH):
+        parts = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [each for part in parts for each in part]
+    if any(isinstance(each, dict | list) for each in level):
+        raise ConfigurationError(f"the adapter {name} has settings of more than {MAX_DEPTH} levels of lists and tables")
 
 
 def _check_kind(name: str, config: dict[str, Any]) -> None:

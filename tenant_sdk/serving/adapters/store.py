@@ -1,17 +1,17 @@
 """This module holds the adapter store, which brings the adapter of a request's name from the network, disk or host
-memory into a slot (a numbered place on the device).
+memory into a place on the device.
 
-A request holds its adapter by a loan. `Placement` gives slots to loans; a loan waits if no slot of its adapter's
+A request holds its adapter by a loan. `Placement` gives places to loans; a loan waits if no place of its adapter's
 rank is free. Only the loading thread may call its methods `place` and `next_waiting`; any thread may call the others.
 `StoreStatus` holds the numbers by which a store describes itself, for operators and metrics.
 
 Guarantees:
-- a loan has one slot from the time that it is ready until it is released, and until then the slot holds the adapter
+- a loan has one place from the time that it is ready until it is released, and until then the place holds the adapter
   of the loan's digest. A callback is called when a loan is ready or has failed;
-- an adapter that changed on disk counts as a new adapter, with its own digest and slot; requests that hold the old
+- an adapter that changed on disk counts as a new adapter, with its own digest and place; requests that hold the old
   adapter keep it;
-- loans that wait for a slot of one rank get slots in the order in which they began to wait. Loans whose adapter
-  already has a slot overtake a waiting loan at most `MOST_PASSED` times;
+- loans that wait for a place of one rank get places in the order in which they began to wait. Loans whose adapter
+  already has a place overtake a waiting loan at most `MOST_PASSED` times;
 - files are read only from the operator's folder and the folder of downloads, and never fetched from an address in a
   request;
 - one thread loads adapters and others fetch them, so that no step waits for them.
@@ -19,27 +19,29 @@ Guarantees:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
+from tenant_sdk.options import from_keywords, takes_options
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer, CurrentStep, HeadRows
 from tenant_sdk.serving.adapters.catalogue import Catalogue, Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.device import DeviceTier
-from tenant_sdk.serving.adapters.folder import AdapterFolder, Known
-from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter
-from tenant_sdk.serving.adapters.loan import AdapterLoan, LoadRequest, Origin
-from tenant_sdk.serving.adapters.lora import MODULES, SlotNumbers
+from tenant_sdk.serving.adapters.files import AdapterFolder, Known, OpenAdapter
+from tenant_sdk.serving.adapters.host import HostLoader, HostTier, Limits, PackedAdapter, megabytes
+from tenant_sdk.serving.adapters.loan import AdapterLoan
+from tenant_sdk.serving.adapters.lora import MODULES, AdapterIndices
 from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules
-from tenant_sdk.serving.adapters.reader import AdapterReader, Limits, megabytes
 from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
+from tenant_sdk.serving.settings import StoreKeywords, StoreOptions
 from tenant_sdk.trust.bundle import default_cache
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -49,17 +51,17 @@ class StoreStatus:
     """Holds the numbers of adapters on each tier of a store, and how often adapters were moved between tiers.
 
     Attributes:
-        device_adapters, device_held: the number of adapters in slots, and of those that requests hold.
-        device_slots: the number of slots of each rank.
-        device_reusable: the number of slots of all ranks that the next adapter may get, since they are empty or no
-            request holds their adapter. Together with `device_held` they are all slots.
-        device_loads: how often an adapter was copied into a slot.
+        device_adapters, device_held: the number of adapters in places, and of those that requests hold.
+        device_slots: the number of places of each rank.
+        device_reusable: the number of places of all ranks that the next adapter may get, since they are empty or no
+            request holds their adapter. Together with `device_held` they are all places.
+        device_loads: how often an adapter was copied into a place.
         host_adapters, host_bytes, host_budget_bytes: the number of adapters in host memory, the bytes that they take,
             and the most bytes that they may take.
         disk_adapters: the number of the folder's subfolders.
         disk_reads: how often an adapter was read from disk into host memory.
         network_adapters: the number of the catalogue's entries.
-        waiting: the number of loans whose adapter is loaded and that wait for a slot.
+        waiting: the number of loans whose adapter is loaded and that wait for a place.
     """
 
     device_adapters: int
@@ -76,19 +78,60 @@ class StoreStatus:
     waiting: int
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Describes where an adapter's files are.
+
+    Attributes:
+        name: the name by which requests ask for the adapter.
+        folder, subfolder: the folder of adapters, and in it the subfolder with the files, which are downloaded there if
+            necessary.
+        entry: the adapter's entry in the catalogue; None for an adapter of the operator's folder.
+    """
+
+    name: str
+    folder: AdapterFolder
+    subfolder: str
+    entry: Entry | None = None
+
+    def open(self) -> OpenAdapter:
+        """Opens the adapter's files; see `AdapterFolder.open`."""
+        return self.folder.open(self.name, self.subfolder)
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """Asks the loader to load the adapter of a loan.
+
+    Attributes:
+        loan: the loan.
+        origin: where the adapter's files are.
+        digest: the digest that the adapter's files should have; None if it is not known.
+        opened: the adapter's files, which were opened for the loan; None if the loader has to open them.
+    """
+
+    loan: AdapterLoan
+    origin: Origin
+    digest: str | None
+    opened: OpenAdapter | None = None
+
+
+MOST_OPEN = 32
+"""The most adapters whose files stay open from the request until they are loaded. The files of further ones are closed,
+and opened and checked again when it is their turn, since a process may have few files open, often 1,024."""
 MOST_PASSED = 64
-"""A request that waits for a slot is overtaken by at most this number of requests of the same rank whose adapter
-already has a slot. Later requests wait behind the waiting request, so that a slot becomes free."""
+"""A request that waits for a place is overtaken by at most this number of requests of the same rank whose adapter
+already has a place. Later requests wait behind the waiting request, so that a place becomes free."""
 
 
 class Placement:
-    """Assigns the slots of a device tier, and keeps the queues of loans that wait for a slot."""
+    """Assigns the places of a device tier, and keeps the queues of loans that wait for a place."""
 
     def __init__(self, device: DeviceTier) -> None:
         """Makes a placement in which no loan waits.
 
         Args:
-            device: the device tier whose slots are given out.
+            device: the device tier whose places are given out.
         """
         self._device = device
         self._lock = threading.Lock()
@@ -96,29 +139,29 @@ class Placement:
 
     @property
     def num_waiting(self) -> int:
-        """Returns the number of loans whose adapter is loaded and that have no slot yet."""
+        """Returns the number of loans whose adapter is loaded and that have no place yet."""
         with self._lock:
             return sum(not each.loan.released for waiting in self._waiting.values() for each in waiting)
 
     def take(self, loan: AdapterLoan, digest: str) -> bool:
-        """Gives a loan the slot of its adapter, if the adapter is on the device and the loan may overtake those
-        that wait for a slot of the same rank.
+        """Gives a loan the place of its adapter, if the adapter is on the device and the loan may overtake those
+        that wait for a place of the same rank.
 
         Returns:
-            Whether the loan has the slot now. If not, callers must load the adapter and call `place`.
+            Whether the loan has the place now. If not, callers must load the adapter and call `place`.
         """
         with self._lock:
-            slot = self._device.acquire(digest)
-            if slot is None:
+            index = self._device.acquire(digest)
+            if index is None:
                 return False
-            if not self._may_pass(self._device.numbers.place(slot)[0]):
-                self._device.release(slot)
+            if not self._may_pass(self._device.numbers.place(index)[0]):
+                self._device.release(index)
                 return False
-            self._hand_over(loan, slot, digest)
+            self._hand_over(loan, index, digest)
             return True
 
     def place(self, load_request: LoadRequest, packed: PackedAdapter | PackedModules, first: bool = False) -> None:
-        """Gives a loan a slot that holds its adapter, or makes the loan wait for a slot.
+        """Gives a loan a place that holds its adapter, or makes the loan wait for a place.
 
         Args:
             load_request: the load request whose adapter was loaded.
@@ -137,15 +180,15 @@ class Placement:
                 f"{self._device.numbers.ranks[-1]}"
             )
         with self._lock:
-            slot = self._slot_for(load_request, packed.digest, rank, first)
-            if slot is None:
+            index = self._index_for(load_request, packed.digest, rank, first)
+            if index is None:
                 return
-        self._device.fill(slot, packed)
+        self._device.fill(index, packed)
         with self._lock:
-            self._hand_over(load_request.loan, slot, packed.digest)
+            self._hand_over(load_request.loan, index, packed.digest)
 
     def release(self, loan: AdapterLoan) -> int | None:
-        """Ends a loan's hold on its slot. Returns the slot's rank if other loans wait for a slot of this rank."""
+        """Ends a loan's hold on its place. Returns the place's rank if other loans wait for a place of this rank."""
         with self._lock:
             if loan.released:
                 return None
@@ -157,10 +200,10 @@ class Placement:
             return rank if self._waiting[rank] else None
 
     def next_waiting(self, rank: int) -> LoadRequest | None:
-        """Returns the first load request that waits for a slot of a rank, and removes it from the rank's queue.
+        """Returns the first load request that waits for a place of a rank, and removes it from the rank's queue.
 
         Returns:
-            None if none waits, or if the first one cannot get a slot now.
+            None if none waits, or if the first one cannot get a place now.
         """
         with self._lock:
             waiting = self._waiting[rank]
@@ -170,19 +213,19 @@ class Placement:
                 return None
             return waiting.popleft()
 
-    def _slot_for(self, load_request: LoadRequest, digest: str, rank: int, first: bool) -> int | None:
-        """Assigns and returns a slot that callers must fill; returns None if the loan got a filled slot or has to
-        wait. Callers must hold the lock."""
+    def _index_for(self, load_request: LoadRequest, digest: str, rank: int, first: bool) -> int | None:
+        """Assigns a place that callers must fill, and returns its adapter index. Returns None if the loan got a filled
+        place or has to wait. Callers must hold the lock."""
         waiting, loan = self._waiting[rank], load_request.loan
         if first or self._may_pass(rank):
-            slot = self._device.acquire(digest)
-            if slot is not None:
-                self._hand_over(loan, slot, digest)
+            index = self._device.acquire(digest)
+            if index is not None:
+                self._hand_over(loan, index, digest)
                 return None
         if first or not waiting:
-            slot = self._device.assign(digest, rank)
-            if slot is not None:
-                return slot
+            index = self._device.assign(digest, rank)
+            if index is not None:
+                return index
         again = LoadRequest(loan, load_request.origin, digest)
         if first:
             waiting.appendleft(again)
@@ -191,7 +234,7 @@ class Placement:
         return None
 
     def _may_pass(self, rank: int) -> bool:
-        """Returns whether a loan whose adapter has a slot may overtake the first waiting loan, and counts the
+        """Returns whether a loan whose adapter has a place may overtake the first waiting loan, and counts the
         attempt."""
         waiting = self._waiting[rank]
         if not waiting:
@@ -199,22 +242,18 @@ class Placement:
         waiting[0].loan.passed += 1
         return waiting[0].loan.passed <= MOST_PASSED
 
-    def _hand_over(self, loan: AdapterLoan, slot: int, digest: str) -> None:
-        """Makes a slot that is held for a loan the loan's slot, or releases the slot if the loan has been
+    def _hand_over(self, loan: AdapterLoan, index: int, digest: str) -> None:
+        """Makes a place that is held for a loan the loan's place, or releases the place if the loan has been
         released. Callers must hold the lock."""
         if loan.released:
-            self._device.release(slot)
+            self._device.release(index)
         else:
-            loan.placed = (slot, digest)
+            loan.placed = (index, digest)
 
 
 RANKS = (8, 16, 32, 64, 128, 256)
 """The ranks of the stacks. An adapter is padded to the smallest of these ranks that is large enough, and is refused if
 its rank is larger than all of them."""
-HOST_BYTES = 1 << 30
-"""The default budget of the host tier, 1 GiB, which holds a hundred adapters of SmolLM2 at rank 16 on all layers."""
-MOST_SLOTS = 64
-"""The most slots (adapters on the device) of one rank. A slot without rows costs 3 µs in each layer's `grouped_mm`."""
 Tier = Literal["device", "host", "disk", "network"]
 """Where an adapter is; the first tier is the fastest."""
 NUM_FETCHERS = 2
@@ -224,63 +263,57 @@ NUM_FETCHERS = 2
 class AdapterStore:
     """Gives adapters by name to many requests, and applies to each row of a step the row's own adapter."""
 
+    @takes_options(StoreOptions)
     def __init__(
-        self, model: torch.nn.Module, root: str | Path | None, catalogue: str | Path | Catalogue | None = None,
-        device_slots: int = 16, host_bytes: int = HOST_BYTES, on_ready: Callable[[], None] | None = None, *,
-        dtype: torch.dtype = torch.bfloat16, bases: Sequence[str] = (), preload: Sequence[str] = (),
-        cache: str | Path | None = None, separate_calls: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        root: str | Path | None,
+        *,
+        on_ready: Callable[[], None] | None = None,
+        **options: Unpack[StoreKeywords],
+    ) -> None:
         """Opens a store over a model.
 
         Args:
             model: a transformers model; its linear layers have hooks until `close`.
             root: the folder of PEFT adapters, one subfolder each; None if all adapters come from the catalogue.
-            catalogue: the operator's list of adapters to fetch, or the path of its file.
-            device_slots: the most LoRA adapters of one rank that can be on the device at a time, 1 to 64; and the most
-                adapters of all other kinds together.
-            host_bytes: the most bytes of adapters in host memory.
             on_ready: called without arguments, from any thread, when a loan that was not ready at once is ready or
                 has failed.
-            dtype: the dtype of LoRA adapters in host memory: torch.bfloat16, or torch.float32 to keep the files'
-                numbers unrounded. Adapters of other kinds keep the dtypes of their files.
-            bases: further names of this model's weights, which adapters may name as their base model.
-            preload: the names of adapters to load now into host memory; the first ones are also put onto the device.
-            cache: the folder of downloads; None means `adapters` in the client's cache.
-            separate_calls: whether layers that share a call to the provider, such as q, k and v, get a call each, in
-                every step. Adapters that change the inputs of such a layer (OFT, BOFT, HRA, some IA3) need this, and
-                are refused otherwise: if only their steps had more calls, the provider would see which steps these are.
+            **options: those of `StoreOptions`.
 
         Raises:
             ConfigurationError: an option is invalid, two adapters have the same name, or one of `preload` cannot be
                 used.
             VeilbaseError: a call to the provider failed, which a DoRA adapter among `preload` needs.
         """
-        if not 1 <= device_slots <= MOST_SLOTS:
-            raise ConfigurationError(f"device_slots was expected to be 1 to {MOST_SLOTS}, got {device_slots}")
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise ConfigurationError(f"adapters are kept in torch.bfloat16 or torch.float32, not in {dtype}")
+        own = from_keywords(StoreOptions, options, "AdapterStore")
+        own.check()
+        dtype: torch.dtype = getattr(torch, str(own.dtype_name))
         self.on_ready = on_ready
-        self._dtype, self._host = dtype, HostTier(host_bytes)
-        self._base = base_of(model, tuple(bases))
-        self._open_folders(root, catalogue, Path(cache) if cache is not None else default_cache() / "adapters")
+        self._dtype, self._host = dtype, HostTier(own.host_bytes)
+        self._base = base_of(model, tuple(own.bases))
+        cache = default_cache() / "adapters" if own.cache is None else Path(own.cache)
+        self._find_folders(root, own.catalogue, cache)
         self._known, self._current = Known(), CurrentStep()
-        numbers = SlotNumbers((MODULES, *RANKS), device_slots)
-        self._watch(model, numbers, separate_calls)
+        numbers = AdapterIndices((MODULES, *RANKS), own.device_slots)
+        self._watch(model, numbers, own.separate_calls)
         rows: Any = next(model.parameters())
         self._device = DeviceTier(self._layers, self._base.shapes, numbers, rows.dtype, rows.device)
         self._placement = Placement(self._device)
-        limits = Limits(self._dtype, numbers, frozenset() if separate_calls else self._base.in_groups)
+        fixed_inputs = frozenset[str]() if own.separate_calls else self._base.in_groups
+        limits = Limits(self._max_file_bytes, dtype, self._device.device.type == "cuda", numbers, fixed_inputs)
         likes = {name: Layer(layer.like, self._base.shapes[name]) for name, layer in self._layers.items()}
-        self._reader = AdapterReader(likes, self._host, self._known, limits, pinned=self._device.device.type == "cuda")
+        self._host_loader = HostLoader(self._base, likes, self._host, self._known, limits)
         self._lock = threading.Lock()
         self._pending: set[AdapterLoan] = set()
+        self._opened: set[OpenAdapter] = set()
         self._fetching: dict[str, list[LoadRequest]] = {}
         self._dropped: set[str] = set()
         self.loader = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._fetchers = ThreadPoolExecutor(NUM_FETCHERS, thread_name_prefix="adapter-fetcher")
         self._closed = False
         try:
-            self._preload(preload)
+            self._preload(own.preload)
         except BaseException:
             self.close()
             raise
@@ -299,25 +332,30 @@ class AdapterStore:
             ConfigurationError: there is no such adapter, or its settings or header show that it cannot be used.
         """
         origin, loan = self._origin(name), AdapterLoan(name, self._release)
-        digest = self._digest_of(origin)
-        with self._lock:
-            self._dropped.discard(digest or "")
-        if digest is None or not self._placement.take(loan, digest):
-            self._start(LoadRequest(loan, origin, digest))
+        opened = None if origin.entry is not None else origin.open()
+        try:
+            digest = self._digest_of(origin, opened)
+            with self._lock:
+                self._dropped.discard(digest or "")
+            if digest is None or not self._placement.take(loan, digest):
+                opened = self._start(LoadRequest(loan, origin, digest, opened))
+        finally:
+            if opened is not None:
+                opened.close()
         return loan
 
-    def in_step(self, slot_of_row: Sequence[int]) -> AbstractContextManager[None]:
+    def in_step(self, index_of_row: Sequence[int]) -> AbstractContextManager[None]:
         """Returns a context in which forward passes of this thread apply to each row the row's own adapter.
 
         Args:
-            slot_of_row: for each row of the pass, the slot of a loan, or 0 for no adapter; ascending.
+            index_of_row: for each row of the pass, the adapter index of a loan, or 0 for no adapter; ascending.
 
         Raises:
-            ConfigurationError: the rows are not in the order of their slots, or a slot is not held.
+            ConfigurationError: the rows are not in the order of these, or a place is not held.
         """
-        if not self._device.are_held(set(slot_of_row) - {0}):
-            raise ConfigurationError("a step names a slot that no loan holds")
-        return self._current.of(self._device.numbers.step(slot_of_row, self._device.device))
+        if not self._device.are_held(set(index_of_row) - {0}):
+            raise ConfigurationError("a step names an adapter index that no loan holds")
+        return self._current.of(self._device.numbers.step(index_of_row, self._device.device))
 
     def names(self) -> list[str]:
         """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries."""
@@ -369,14 +407,14 @@ class AdapterStore:
         return StoreStatus(
             device_adapters=device_adapters,
             device_held=device_held,
-            device_slots=self._device.numbers.num_slots,
+            device_slots=self._device.numbers.num_places,
             device_reusable=device_reusable,
             device_loads=self._device.num_loads,
             host_adapters=host_adapters,
             host_bytes=host_bytes,
             host_budget_bytes=self._host.budget_bytes,
             disk_adapters=len(self._folder.names()) if self._folder is not None else 0,
-            disk_reads=self._reader.num_reads,
+            disk_reads=self._host_loader.num_reads,
             network_adapters=len(self._entries),
             waiting=self._placement.num_waiting,
         )
@@ -398,12 +436,12 @@ class AdapterStore:
         if padded is None or rank < 1 or not shapes.keys() >= set(names):
             raise ConfigurationError(f"expected a rank from 1 to {numbers.ranks[-1]} and names of linear layers")
         packed = rank * sum(sum(shapes[name]) for name in names) * self._dtype.itemsize
-        slot, status = self._device.slot_bytes(padded, names), self.status()
+        place_bytes, status = self._device.place_bytes(padded, names), self.status()
         return (
-            f"of rank {rank} on {len(names)} layers: device {numbers.num_slots} ({megabytes(slot)} each), "
+            f"of rank {rank} on {len(names)} layers: device {numbers.num_places} ({megabytes(place_bytes)} each), "
             f"host {self._host.budget_bytes // max(1, packed)} ({megabytes(packed)} each), "
             f"disk {status.disk_adapters} found, network {status.network_adapters} in the catalogue; "
-            f"of other kinds: device {numbers.num_slots}"
+            f"of other kinds: device {numbers.num_places}"
         )
 
     def close(self) -> None:
@@ -412,13 +450,15 @@ class AdapterStore:
             self._closed = True
         for pool in (self._fetchers, self.loader):
             pool.shutdown(wait=True, cancel_futures=True)
+        for opened in self._opened:
+            opened.close()
         for loan in tuple(self._pending):
             loan.failure = ConfigurationError("the adapter store was closed")
             self._settle(loan)
         for hook in self._hooks:
             hook.detach()
 
-    def _watch(self, model: torch.nn.Module, numbers: SlotNumbers, separate_calls: bool) -> None:
+    def _watch(self, model: torch.nn.Module, numbers: AdapterIndices, separate_calls: bool) -> None:
         """Registers the hooks by which adapters change the model's layers."""
         layers, head = linear_layers(model), head_of(model)
         self._layers = {
@@ -431,22 +471,22 @@ class AdapterStore:
         if head in self._layers:
             self._hooks.append(
                 HeadRows(
-                    model, self._layers[head], self._current, lambda slots: numbers.step(slots, self._device.device)
+                    model, self._layers[head], self._current, lambda indices: numbers.step(indices, self._device.device)
                 )
             )
 
-    def _open_folders(
+    def _find_folders(
         self, root: str | Path | None, catalogue: str | Path | Catalogue | None, cache: Path
     ) -> None:  # fmt: skip
         # A file may hold float32 numbers, twice the size of bfloat16, after a header of up to 8 MiB.
         self._max_file_bytes = 2 * self._host.budget_bytes + (8 << 20)
-        self._folder = None if root is None else AdapterFolder(Path(root), self._base, self._max_file_bytes)
+        self._folder = None if root is None else AdapterFolder(Path(root))
         listed = read_catalogue(Path(catalogue)) if isinstance(catalogue, str | Path) else catalogue
         self._entries: dict[str, Entry] = {} if listed is None else dict(listed.adapters)
         self._cache = cache
         if self._entries:
             prepare_cache(cache)
-            self._fetched = AdapterFolder(cache, self._base, self._max_file_bytes)
+            self._fetched = AdapterFolder(cache)
         for name in self._folder.names() if self._folder is not None else []:
             self._refuse_second(name)
 
@@ -466,29 +506,40 @@ class AdapterStore:
             raise ConfigurationError(f"the catalogue names no adapter {ascii(name)[:200]}")
         return Origin(name, self._folder, name)
 
-    def _digest_of(self, origin: Origin) -> str | None:
+    def _digest_of(self, origin: Origin, opened: OpenAdapter | None) -> str | None:
         """Returns an adapter's digest; if it is not known yet, checks the adapter's settings and header and returns
-        None."""
-        if origin.entry is not None:
-            return origin.entry.sha256
-        digest = self._known.digest(origin.name, origin.folder.stamp(origin.name, origin.subfolder))
+        None.
+
+        Args:
+            origin: where the adapter's files are.
+            opened: the adapter's files; None for an adapter of the catalogue, whose digest is pinned.
+        """
+        if opened is None:
+            return None if origin.entry is None else origin.entry.sha256
+        digest = self._known.digest(origin.name, opened.settled_stamp)
         if digest is None:
-            self._reader.check(origin.folder.find(origin.name, origin.subfolder))
+            self._host_loader.check(opened)
         return digest
 
-    def _start(self, load_request: LoadRequest) -> None:
-        entry = load_request.origin.entry
+    def _start(self, load_request: LoadRequest) -> OpenAdapter | None:
+        """Has an adapter loaded in another thread. Returns the adapter's files if the loader does not take them; then
+        callers must close them."""
+        entry, opened = load_request.origin.entry, load_request.opened
         with self._lock:
             if self._closed:
                 raise ConfigurationError("the adapter store is closed")
             self._pending.add(load_request.loan)
             if entry is None or (self._cache / entry.sha256).is_dir():
-                self.loader.submit(self._load, load_request)
-                return
+                is_taken = opened is not None and len(self._opened) < MOST_OPEN
+                self.loader.submit(self._load, load_request if is_taken else replace(load_request, opened=None))
+                if is_taken and opened is not None:
+                    self._opened.add(opened)
+                return None if is_taken else opened
             waiting = self._fetching.setdefault(entry.sha256, [])
             waiting.append(load_request)
             if len(waiting) == 1:
                 self._fetchers.submit(self._fetch, load_request.origin.name, entry)
+        return opened
 
     def _fetch(self, name: str, entry: Entry) -> None:
         """Fetches an adapter, and then loads it for all loans that wait for it. Only a fetching thread calls this
@@ -509,15 +560,15 @@ class AdapterStore:
                 self._fail(load_request, failure)
 
     def _load(self, load_request: LoadRequest, first: bool = False) -> None:
-        """Loads an adapter onto the device for a loan. Only the loading thread runs this, and only it assigns slots.
+        """Loads an adapter onto the device for a loan. Only the loading thread runs this, and only it assigns places.
 
         Args:
             load_request: the loan and the adapter to load.
-            first: whether the loan has already waited for a slot.
+            first: whether the loan has already waited for a place.
         """
-        if load_request.loan.released:
-            return
         try:
+            if load_request.loan.released:
+                return
             self._place(load_request, self._packed(load_request), first)
         except VeilbaseError as exc:
             self._fail(load_request, exc)
@@ -529,6 +580,11 @@ class AdapterStore:
         else:
             if load_request.loan.is_ready():
                 self._settle(load_request.loan)
+        finally:
+            if load_request.opened is not None:
+                with self._lock:
+                    self._opened.discard(load_request.opened)
+                load_request.opened.close()
 
     def _place(self, load_request: LoadRequest, packed: PackedAdapter | PackedModules, first: bool) -> None:
         try:
@@ -540,8 +596,20 @@ class AdapterStore:
 
     def _packed(self, load_request: LoadRequest) -> PackedAdapter | PackedModules:
         """Returns an adapter from host memory; if it is not there, reads it from disk."""
-        found = self._host.get(load_request.digest) if load_request.digest is not None else None
-        return found if found is not None else self._reader.read(load_request.origin)
+        digest, origin, opened = load_request.digest, load_request.origin, load_request.opened
+        found = None if digest is None else self._host.get(digest)
+        if found is not None:
+            return found
+        with contextlib.ExitStack() as stack:
+            if opened is None or not opened.is_unchanged():
+                opened = stack.enter_context(origin.open())
+            if origin.entry is not None:
+                return self._host_loader.load(opened, origin.entry.sha256)
+            # An earlier request for the same files, which came when their digest was not known either, may have read
+            # them by now.
+            digest = self._known.digest(origin.name, opened.settled_stamp)
+            found = None if digest is None else self._host.get(digest)
+            return found if found is not None else self._host_loader.load(opened)
 
     def _release(self, loan: AdapterLoan) -> None:
         rank = self._placement.release(loan)
@@ -555,7 +623,7 @@ class AdapterStore:
                 self.loader.submit(self._serve_waiting, rank)
 
     def _serve_waiting(self, rank: int) -> None:
-        """Gives free slots of a rank to the loans that wait for a slot, in the order of waiting. Only the loading
+        """Gives free places of a rank to the loans that wait for a place, in the order of waiting. Only the loading
         thread runs this."""
         while (load_request := self._placement.next_waiting(rank)) is not None:
             self._load(load_request, first=True)
@@ -576,7 +644,9 @@ class AdapterStore:
             origin, loan = self._origin(name), AdapterLoan(name, self._release)
             if origin.entry is not None:
                 fetch(name, origin.entry, self._cache, self._max_file_bytes)
-            self._load(LoadRequest(loan, origin, self._digest_of(origin)))  # The loading thread has nothing to do yet.
+            with contextlib.nullcontext() if origin.entry is not None else origin.open() as opened:
+                digest = self._digest_of(origin, opened)
+                self._load(LoadRequest(loan, origin, digest, opened))  # The loading thread has nothing to do yet.
             loan.release()
             if loan.failure is not None:
                 raise loan.failure

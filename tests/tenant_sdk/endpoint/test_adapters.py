@@ -3,6 +3,8 @@ folder."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +13,14 @@ from typing import Any
 import httpx2
 import pytest
 
-from tenant_sdk import TenantClient
+from tenant_sdk import EndpointSettings, TenantClient
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.serving.adapters import files
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.saved_adapters import save_adapter
 from tests.support.saved_kinds import save_kind
+from wire.errors import ConfigurationError
 
 ESCAPES = [
     "../secret",
@@ -71,6 +74,32 @@ def test_adapters_that_change_inputs_need_separate_calls(
         reply = http.post("/v1/completions", json={"model": "turned", "prompt": "who?", "max_tokens": 2})
     assert reply.status_code == (200 if separate_calls else 400)
     assert ("served with separate_calls=True" in reply.text) is not separate_calls
+
+
+def test_an_endpoint_takes_what_the_store_takes(client: TenantClient, tmp_path: Path) -> None:
+    save_adapter(client.load_model(), tmp_path / "adapters" / "support", 1)
+    options: dict[str, Any] = {"device_slots": 3, "host_bytes": 1 << 20, "preload": ["support"]}
+    with endpoint_of(client, tmp_path / "adapters", **options) as endpoint:
+        store = endpoint.service.names.store
+        assert store is not None
+        status = store.status()
+    assert (status.device_slots, status.host_budget_bytes, status.host_adapters) == (3, 1 << 20, 1)
+    with pytest.raises(ConfigurationError, match="device_slots has no effect without adapters"):
+        client.serve(settings=EndpointSettings(unverified=True), device_slots=3)
+
+
+def test_an_endpoint_serves_a_catalogue_alone(client: TenantClient, tmp_path: Path) -> None:
+    made = save_adapter(client.load_model(), tmp_path / "made", 1)
+    both = b"".join((made / file).read_bytes() for file in (files.CONFIG, files.WEIGHTS))
+    pinned = f"sha256:{hashlib.sha256(both).hexdigest()}"
+    (tmp_path / "list.json").write_text(
+        json.dumps({"adapters": {"far": {"source": f"file://{made}", "digest": pinned}}})
+    )
+    options = {"catalogue": tmp_path / "list.json", "cache": tmp_path / "cache"}
+    with endpoint_of(client, None, **options) as endpoint, raw(endpoint) as http:
+        reply = http.post("/v1/completions", json={"model": "far", "prompt": "who?", "max_tokens": 2})
+        assert reply.status_code == 200, reply.text
+        assert [each["id"] for each in http.get("/v1/models").json()["data"]][1:] == ["far"]
 
 
 def make_root(client: TenantClient, place: Path) -> Path:
@@ -224,7 +253,7 @@ def test_a_request_looks_for_its_own_folder_only(
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         assert load(http, "help", "support").status_code == 200
         listed: list[Any] = []
-        monkeypatch.setattr("tenant_sdk.serving.adapters.folder.os.scandir", lambda *where: listed.append(where))
+        monkeypatch.setattr("tenant_sdk.serving.adapters.files.os.scandir", lambda *where: listed.append(where))
         assert [status(http, model) for model in ("support", "help", "llama", "nobody", "../x")] == [
             200,
             200,

@@ -22,7 +22,7 @@ from wire.errors import ConfigurationError, VeilbaseError
 class HeldLoan:
     """Implements a loan that the test makes ready."""
 
-    slot: int
+    adapter_index: int
     ready: bool = False
     failure: VeilbaseError | None = None
     num_released: int = 0
@@ -32,7 +32,7 @@ class HeldLoan:
 
     @property
     def digest(self) -> str:
-        return str(self.slot)
+        return str(self.adapter_index)
 
     def release(self) -> None:
         self.num_released += 1
@@ -40,7 +40,7 @@ class HeldLoan:
 
 @dataclass
 class Store:
-    """Implements a store whose adapter in slot n adds sin(n·i) to number i of each of the model's embeddings."""
+    """Implements a store whose adapter of the index n adds sin(n·i) to number i of each of the model's embeddings."""
 
     model: Any
     wake: Callable[[], None]
@@ -56,9 +56,9 @@ class Store:
         return self.loans[-1]
 
     @contextlib.contextmanager
-    def in_step(self, slot_of_row: list[int]) -> Iterator[None]:
-        self.steps.append(slot_of_row)
-        shift = torch.sin(torch.tensor(slot_of_row)[None, :, None] * torch.arange(32.0))
+    def in_step(self, index_of_row: list[int]) -> Iterator[None]:
+        self.steps.append(index_of_row)
+        shift = torch.sin(torch.tensor(index_of_row)[None, :, None] * torch.arange(32.0))
         hook = self.model.get_input_embeddings().register_forward_hook(lambda module, args, output: output + shift)
         try:
             yield
@@ -97,7 +97,7 @@ def engine(client: TenantClient, made: list[Store]) -> Iterator[Engine]:
         yield opened
 
 
-def test_each_row_gets_its_own_adapter_in_the_order_of_slots(engine: Engine, made: list[Store]) -> None:
+def test_each_row_gets_its_own_adapter_in_the_order_of_their_indices(engine: Engine, made: list[Store]) -> None:
     names = ("a3", None, "a1", "a2")
     alone = [engine.submit("who?", name, 6).result(TIMEOUT_S) for name in names]
     assert len(set(alone)) == len(names)
@@ -174,7 +174,7 @@ def test_closing_gives_every_hold_back_and_closes_the_store(client: TenantClient
 def test_a_step_whose_adapters_fail_ends_the_requests_of_that_step(
     engine: Engine, made: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: Store, slot_of_row: list[int]) -> Any:
+    def broken(self: Store, index_of_row: list[int]) -> Any:
         raise RuntimeError("shows numbers")
 
     want = engine.submit("who?", None, 4).result(TIMEOUT_S)

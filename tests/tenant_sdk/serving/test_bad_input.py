@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.plain_values import WrongOption
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.testing import ScriptedProvider, character_tokenizer
 from tests.support.client_seams import before_requests
@@ -307,7 +307,9 @@ def bad_options(root: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "no request in the KV budget": {"kv_bytes": 100},
         "two names but for case": {"make_slots": twins},
-        "two of one name": {"make_slots": lambda model, wake: AdapterStore(model, root, catalogue, on_ready=wake)},
+        "two of one name": {
+            "make_slots": lambda model, wake: AdapterStore(model, root, catalogue=catalogue, on_ready=wake)
+        },
         "a draft with another tokenizer": {"speculation": Speculation(3, draft=draft, draft_tokenizer=other)},
     }
 

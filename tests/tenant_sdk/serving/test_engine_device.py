@@ -80,12 +80,12 @@ def test_adapters_of_several_kinds_are_applied_on_the_device(
             are_all_here.set()
         yield
 
-    def slots_of(model: Any, wake: Callable[[], None]) -> AdapterStore:
+    def store_of(model: Any, wake: Callable[[], None]) -> AdapterStore:
         return AdapterStore(model, tmp_path, on_ready=wake, dtype=torch.float32, preload=names)
 
     with (
         open_client(folder, device=device) as client,
-        Engine(client, slots_of, during_step=when_all_are_here) as engine,
+        Engine(client, store_of, during_step=when_all_are_here) as engine,
     ):
         got = together(engine, prompts, reference, names)
     assert max(float((have.cpu() - want).abs().max()) for have, want in zip(got, reference, strict=True)) < ERROR

@@ -37,7 +37,8 @@ ONE_OF_EACH = tuple({peft_type: title for title, (peft_type, _) in reversed(EXAM
     ids=["one of each", "all", "all of Conv1D"],
 )
 def test_all_kinds_in_one_engine(kind: str, titles: tuple[str, ...], tmp_path: Path) -> None:
-    """The engine has few places and slots, so requests join, wait for slots and share steps with LoRA and the base."""
+    """The engine answers few requests at a time, and few adapters fit on the device, so requests join, wait for their
+    adapters and share steps with LoRA and the base."""
     root = tmp_path / "adapters"
     with open_client(make_model(kind, tmp_path / kind)) as client:
         model = client.load_model()
@@ -49,10 +50,10 @@ def test_all_kinds_in_one_engine(kind: str, titles: tuple[str, ...], tmp_path: P
         options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": []}
         want = [client.generate(prompt, name and root / name, **options) for name, prompt in asked]
 
-        def make_slots(model: object, wake: object) -> AdapterStore:
+        def make_store(model: object, wake: object) -> AdapterStore:
             return AdapterStore(model, root, on_ready=wake, device_slots=6, separate_calls=True)
 
-        with Engine(client, make_slots, step_tokens=32, max_running=8) as engine:
+        with Engine(client, make_store, step_tokens=32, max_running=8) as engine:
             answers = [engine.submit(prompt, name, **options) for name, prompt in asked]
             got = [answer.result(TIMEOUT_S) for answer in answers]
         plain = {prompt: client.generate(prompt, **options) for prompt in PROMPTS}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import PromptsFailed, TenantClient
-from tenant_sdk.serving.adapters.folder import WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tenant_sdk.testing import Fail, ScriptedProvider
 from tests.support.mask_parameters import PLAIN
 from tests.support.saved_adapters import save_adapter
@@ -97,6 +99,22 @@ def test_an_adapter_that_is_refused_is_named_and_nothing_is_sent(
     with pytest.raises(ConfigurationError, match=r"^prompts\[2\]: the adapter empty has no adapter_config.json"):
         client.generate_many(PROMPTS, adapters, **OPTIONS)
     assert provider.calls == []
+
+
+def test_options_of_the_store_of_adapters(
+    opened: tuple[TenantClient, ScriptedProvider], root: Path, tmp_path: Path
+) -> None:
+    client, provider = opened
+    shutil.copytree(root / "good", tmp_path / "renamed")
+    settings = json.loads((tmp_path / "renamed" / CONFIG).read_text())
+    (tmp_path / "renamed" / CONFIG).write_text(json.dumps({**settings, "base_model_name_or_path": "acme/elsewhere"}))
+    with pytest.raises(ConfigurationError, match=r"^prompts\[0\]: .*acme/elsewhere"):
+        client.generate_many(["who?"], tmp_path / "renamed", **OPTIONS)
+    assert provider.calls == []
+    (named,) = client.generate_many(["who?"], tmp_path / "renamed", bases=["acme/elsewhere"], **OPTIONS)
+    assert [named] == client.generate_many(["who?"], root / "good", **OPTIONS)
+    with pytest.raises(ConfigurationError, match="separate_calls is True or False"):
+        client.generate_many(["who?"], separate_calls=1, **OPTIONS)
 
 
 def test_a_prompt_that_fails_later_leaves_the_others_their_answers(

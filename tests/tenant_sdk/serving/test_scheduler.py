@@ -20,7 +20,7 @@ from wire.errors import ConfigurationError
 
 @dataclass
 class Adapter:
-    slot: int = 0
+    adapter_index: int = 0
     ready: bool = True
 
     def is_ready(self) -> bool:
@@ -112,13 +112,13 @@ def test_the_oldest_prompt_ends_however_many_short_ones_come() -> None:
     assert rows(run(made))[0][1] > 40
 
 
-def test_rows_are_sorted_by_slot() -> None:
+def test_rows_are_sorted_by_adapter_index() -> None:
     made = scheduler()
-    for number, slot in enumerate((3, 0, 2)):
-        made.add(number, 2, 10, Adapter(slot))
+    for number, index in enumerate((3, 0, 2)):
+        made.add(number, 2, 10, Adapter(index))
     step = made.plan(0.0)
     assert [segment.request for segment in step.segments] == [1, 2, 0]
-    assert step.slot_of_row == [0, 0, 2, 2, 3, 3]
+    assert step.index_of_row == [0, 0, 2, 2, 3, 3]
     assert step.num_rows == 6
 
 
@@ -331,7 +331,7 @@ def test_an_answer_has_rows_for_drafted_tokens_in_every_step_and_a_prompt_has_no
         assert {segment.request: (segment.num_rows, segment.num_drafted) for segment in step.segments} == {
             1: (4, 3), 2: (8, 0),
         }  # fmt: skip
-        assert step.num_rows == len(step.slot_of_row) == 12
+        assert step.num_rows == len(step.index_of_row) == 12
     assert {segment.request: segment.num_wanted for segment in made.plan(0.0).segments} == {1: 4, 2: 1}
 
 
@@ -373,14 +373,14 @@ def test_every_request_gets_each_of_its_rows_once_in_order(
     for now in range(2_000):
         if fresh and random.random() < 0.3:  # type: ignore[attr-defined]
             number = fresh.pop(0)
-            prompt, new, slot, caller = due[number]
-            made.add(number, prompt, prompt + new, Adapter(slot), caller)
+            prompt, new, index, caller = due[number]
+            made.add(number, prompt, prompt + new, Adapter(index), caller)
         was_decoding = {n for n, each in due.items() if answered[n] and read[n] < each[0] + each[1] - 1}
         step = made.plan(float(now))
         assert step.num_rows <= 8
         assert made.num_running <= 4
         assert made.reserved_bytes <= 60
-        assert step.slot_of_row == sorted(step.slot_of_row)
+        assert step.index_of_row == sorted(step.index_of_row)
         assert was_decoding <= set(rows(step)), "an answer that has begun never misses a step"
         made.advance(step)
         for segment in step.segments:

@@ -34,7 +34,7 @@ def test_no_answer_is_wrong_and_nothing_is_lost_or_used_twice() -> None:
     assert "provider killed 0 times" not in ran.stdout
     assert ran.stdout.count("of these twice: 0") == 1
     assert ran.stdout.count("still ready, 0 lost") == 1
-    assert ran.stdout.count("adapter slots lost: 0") == 1
+    assert ran.stdout.count("adapter places lost: 0") == 1
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_no_answer_is_wrong_and_nothing_is_lost_or_used_twice() -> None:
         {"left": (1, 0, 0)},
         {"left": (0, 1, 0)},
         {"left": (0, 0, 1)},
-        {"lost_slots": 1},
-        {"lost_slots": -1},
+        {"lost_places": 1},
+        {"lost_places": -1},
         {"loads": (LOADED, LOADED, dataclasses.replace(LOADED, device_loads=LOADED.device_loads - 1))},
         {"loads": (LOADED, dataclasses.replace(LOADED, disk_reads=LOADED.disk_reads - 1), LOADED)},
         {"loads": (dataclasses.replace(LOADED, seconds=2 * THIRD_S), LOADED, LOADED)},

@@ -28,8 +28,8 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tenant_sdk.adapters import FewLayersWarning
 from tenant_sdk.kinds.started_lora import StartedLoraModel
+from tenant_sdk.peft_model import FewLayersWarning
 from tenant_sdk.training.token_rows import Collator
 from tenant_sdk.training.trainers import CompletionTrainer, mean_loss
 from tests.support.chat_model import make_chat_model

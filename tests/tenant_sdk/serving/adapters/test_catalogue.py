@@ -23,7 +23,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.catalogue import Entry, fetch, prepare_cache, read_catalogue
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from tests.support.tls_authority import make_authority
 from tests.support.waiting import WAIT_S
@@ -116,20 +116,22 @@ def test_a_request_fetches_what_the_catalogue_names_once(
 ) -> None:
     model, bell, (url, asked) = base_model(), Bell(), web
     catalogue = write(tmp_path, support=(f"{url}/good", digest(made)), other=(f"{url}/good/", digest(made)))
-    store = AdapterStore(model, None, catalogue, on_ready=bell, cache=cache)
+    store = AdapterStore(model, None, catalogue=catalogue, on_ready=bell, cache=cache)
     assert asked == []
     loans = held(store, bell, "support", "support", "other")
     assert asked == [f"/good/{CONFIG}", f"/good/{WEIGHTS}"]
     assert {loan.digest for loan in loans} == {digest(made).removeprefix("sha256:")}
-    assert len({loan.slot for loan in loans}) == 1
+    assert len({loan.adapter_index for loan in loans}) == 1
     expected = peft_logits(base_model(), made, IDS)
-    assert (stepped(store, model, [(loans[0].slot, IDS)])[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (
+        stepped(store, model, [(loans[0].adapter_index, IDS)])[0] - expected
+    ).abs().max() < 1e-5 * expected.abs().max()
     for unknown in ("nobody", f"{url}/good", "../good", "hf://acme/other"):
         with pytest.raises(ConfigurationError, match="names no adapter"):
             store.reserve(unknown)
     assert store.status().network_adapters == 2
     store.close()
-    again = AdapterStore(model, None, catalogue, on_ready=bell, cache=cache, preload=["other"])
+    again = AdapterStore(model, None, catalogue=catalogue, on_ready=bell, cache=cache, preload=["other"])
     assert again.reserve("support").is_ready()
     assert len(asked) == 2
     again.close()
@@ -262,7 +264,7 @@ def test_a_copy_that_was_changed_is_refused(made: Path, cache: Path, tmp_path: P
         file.seek(-1, os.SEEK_END)
         file.write(b"\x3c")
     store = AdapterStore(
-        base_model(), None, write(tmp_path, one=(f"file://{made}", digest(made))), on_ready=bell, cache=cache
+        base_model(), None, catalogue=write(tmp_path, one=(f"file://{made}", digest(made))), on_ready=bell, cache=cache
     )
     loan = store.reserve("one")
     bell.wait_for(loan)
@@ -273,7 +275,7 @@ def test_a_copy_that_was_changed_is_refused(made: Path, cache: Path, tmp_path: P
 def test_a_failed_download_fails_all_that_wait_and_is_tried_again(made: Path, cache: Path, tmp_path: Path) -> None:
     bell, elsewhere = Bell(), tmp_path / "later"
     catalogue = write(tmp_path, one=(f"file://{elsewhere}", digest(made)))
-    store = AdapterStore(base_model(), None, catalogue, on_ready=bell, cache=cache)
+    store = AdapterStore(base_model(), None, catalogue=catalogue, on_ready=bell, cache=cache)
     loans = [store.reserve("one"), store.reserve("one")]
     bell.wait_for(*loans)
     for loan in loans:
@@ -286,14 +288,16 @@ def test_a_failed_download_fails_all_that_wait_and_is_tried_again(made: Path, ca
 def test_a_name_in_folder_and_catalogue(made: Path, cache: Path, tmp_path: Path) -> None:
     catalogue = write(tmp_path, good=("hf://acme/good", ZEROS))
     with pytest.raises(ConfigurationError, match="good is both in the folder and in the catalogue"):
-        AdapterStore(base_model(), made.parent, catalogue, cache=cache)
+        AdapterStore(base_model(), made.parent, catalogue=catalogue, cache=cache)
 
 
 def test_a_cache_that_others_may_write_is_refused(made: Path, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o777)
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigurationError, match="can be written by others"):
-        AdapterStore(base_model(), None, write(tmp_path, one=("hf://acme/good", ZEROS)), cache=tmp_path / "open")
+        AdapterStore(
+            base_model(), None, catalogue=write(tmp_path, one=("hf://acme/good", ZEROS)), cache=tmp_path / "open"
+        )
 
 
 def test_yaml_and_json_are_read(tmp_path: Path) -> None:

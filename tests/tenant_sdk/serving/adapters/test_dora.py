@@ -14,7 +14,7 @@ from safetensors.torch import load, load_file, save, save_file
 from attacks.programs.overflow import Fault, Overflower
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.folder import WEIGHTS
+from tenant_sdk.serving.adapters.files import WEIGHTS
 from tests.support.client_seams import before_requests
 from tests.support.dequantised import dequantised
 from tests.support.lying_bundle import Liar
@@ -80,7 +80,7 @@ def test_a_batch_of_both_equals_stock_peft_on_the_dequantised_model(
         loans = held(store, bell, *SETTINGS)
         assert sorted(requests) == sorted(ROWS_OF_A), "one call for each group, and none for LoRA"
         requests.clear()
-        sequences = [(loan.slot, IDS[at]) for at, loan in enumerate(loans)]
+        sequences = [(loan.adapter_index, IDS[at]) for at, loan in enumerate(loans)]
         logits = stepped(store, model, [*sequences, (0, IDS[5])])
         assert requests == [(group, IDS.numel()) for group in range(9)], "a step makes the calls of the base model"
         store.close()
@@ -99,7 +99,7 @@ def test_many_dora_adapters_in_one_product(tmp_path: Path) -> None:
         save_adapter(model, tmp_path / f"a{at}", seed=at, r=8, fan_in_fan_out=True, use_dora=at != 2)
     store = AdapterStore(model, tmp_path, on_ready=bell)
     loans = held(store, bell, *(f"a{at}" for at in range(4)))
-    logits = stepped(store, model, [(loan.slot, IDS[at]) for at, loan in enumerate(loans)])
+    logits = stepped(store, model, [(loan.adapter_index, IDS[at]) for at, loan in enumerate(loans)])
     store.close()
     for at, got in enumerate(logits):
         expected = peft_logits(model, tmp_path / f"a{at}", IDS[at])
@@ -204,6 +204,6 @@ def test_magnitudes_with_the_ending_of_a_module(tmp_path: Path) -> None:
     save_file({f"{key}.weight" if "magnitude" in key else key: value for key, value in tensors.items()}, path)
     store = AdapterStore(model, tmp_path / "adapters", on_ready=bell)
     (loan,) = held(store, bell, "dora")
-    (got,) = stepped(store, model, [(loan.slot, IDS[0])])
+    (got,) = stepped(store, model, [(loan.adapter_index, IDS[0])])
     assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
     store.close()

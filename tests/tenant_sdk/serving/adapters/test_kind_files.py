@@ -1,5 +1,5 @@
 """Tests that adapters of other kinds than LoRA are checked as LoRA adapters are: files, settings, numbers, memory,
-digests and slots."""
+digests and places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tenant_sdk.serving.adapters import AdapterStore, peft_modules, peft_settings
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from tests.support.saved_kinds import EXAMPLES, save_kind
 from wire.errors import ConfigurationError, InvalidTensor
@@ -319,7 +319,7 @@ def test_numbers_keep_the_precision_of_the_file(stock: Any, made: Path, tmp_path
     store, model = opened(stock, tmp_path, bell)
     for name in ("fine", "coarse"):
         (loan,) = held(store, bell, name)
-        (got,) = stepped(store, model, [(loan.slot, IDS)])
+        (got,) = stepped(store, model, [(loan.adapter_index, IDS)])
         assert (got - peft_logits(stock, tmp_path / name, IDS)).abs().max() < 2e-6
     status = store.status()
     sizes = [sum(each.nbytes for each in load_file(tmp_path / name / WEIGHTS).values()) for name in ("fine", "coarse")]
@@ -327,8 +327,8 @@ def test_numbers_keep_the_precision_of_the_file(stock: Any, made: Path, tmp_path
     store.close()
 
 
-def test_a_slot_keeps_nothing_of_the_adapter_before(stock: Any, tmp_path: Path) -> None:
-    """The store has one slot for adapters of other kinds than LoRA. Each adapter replaces an adapter of another kind,
+def test_a_place_keeps_nothing_of_the_adapter_before(stock: Any, tmp_path: Path) -> None:
+    """The store has one place for adapters of other kinds than LoRA. Each adapter replaces an adapter of another kind,
     which changed other layers."""
     save_kind(stock, "llama", tmp_path / "a", "OFT", seed=1)
     save_kind(stock, "llama", tmp_path / "b", "LoHa", seed=2, target_modules=["k_proj"])
@@ -339,12 +339,12 @@ def test_a_slot_keeps_nothing_of_the_adapter_before(stock: Any, tmp_path: Path) 
     (lora,) = held(store, bell, "lora")
     for name in ("a", "b", "c", "a", "c", "b"):
         (loan,) = held(store, bell, name)
-        got = stepped(store, model, [(loan.slot, IDS), (lora.slot, IDS)])
+        got = stepped(store, model, [(loan.adapter_index, IDS), (lora.adapter_index, IDS)])
         for adapter, logits in zip((name, "lora"), got, strict=True):
             assert (logits - peft_logits(stock, tmp_path / adapter, IDS)).abs().max() < 2e-6
         waiting = store.reserve("b" if name != "b" else "a")
         loan.release()
-        bell.wait_for(waiting)  # for the slot, which is free now
+        bell.wait_for(waiting)  # for the place, which is free now
         assert waiting.failure is None
         waiting.release()
     assert store.status().device_adapters == 2
@@ -360,7 +360,7 @@ def test_an_adapter_that_changes_on_disk_is_a_new_one(stock: Any, tmp_path: Path
     save_kind(stock, "llama", tmp_path / "root" / "one", "OFT", seed=2)
     (new,) = held(store, bell, "one")
     assert new.digest != old.digest
-    got = stepped(store, model, [(old.slot, IDS), (new.slot, IDS)])
+    got = stepped(store, model, [(old.adapter_index, IDS), (new.adapter_index, IDS)])
     for folder, logits in zip((tmp_path / "old", tmp_path / "root" / "one"), got, strict=True):
         assert (logits - peft_logits(stock, folder, IDS)).abs().max() < 2e-6
     store.close()

@@ -42,7 +42,7 @@ def test_a_kind_beside_lora_and_the_base_model_equals_peft(
         (tmp_path / "lora" / file.name).hardlink_to(file)
     before, bell, model = torch.get_rng_state(), Bell(), copy.deepcopy(stock)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    own, other = (loan.slot for loan in held(store, bell, "own", "lora"))
+    own, other = (loan.adapter_index for loan in held(store, bell, "own", "lora"))
     got = stepped(store, model, [(own, IDS[0]), (other, IDS[1]), (0, IDS[2]), (own, IDS[3])])
     assert torch.equal(torch.get_rng_state(), before)
     store.close()

@@ -66,13 +66,13 @@ def test_calls_are_the_same_with_every_adapter(
     with open_provider(tmp_path / "tiny") as client:
         model = client.load_model()
         store = AdapterStore(model, root, on_ready=bell, separate_calls=separate_calls)
-        slots = {None: 0}
+        indices = {None: 0}
         for name, loan in zip(filter(None, names), held(store, bell, *filter(None, names)), strict=True):
-            slots[name] = loan.slot
+            indices[name] = loan.adapter_index
         counts = []
         for asked in ([None] * len(names), names, names[:1] * len(names), names[-1:] * len(names)):
             before = traffic(client)
-            logits = stepped(store, model, [(slots[name], ids) for name, ids in zip(asked, IDS, strict=False)])
+            logits = stepped(store, model, [(indices[name], ids) for name, ids in zip(asked, IDS, strict=False)])
             counts.append(traffic(client) - before)
             check_equal(stock, root, asked, logits)
         store.close()
@@ -113,7 +113,11 @@ def test_a_pass_with_other_rows_than_announced_sends_no_call(tmp_path: Path) -> 
         store = AdapterStore(model, tmp_path / "adapters", on_ready=bell, separate_calls=True)
         (loan,) = held(store, bell, "one")
         before = traffic(client)
-        with store.in_step([loan.slot] * 4), torch.no_grad(), pytest.raises(InvalidTensor, match="6 rows in a step"):
+        with (
+            store.in_step([loan.adapter_index] * 4),
+            torch.no_grad(),
+            pytest.raises(InvalidTensor, match="6 rows in a step"),
+        ):
             model(IDS[:1])
         assert torch.equal(traffic(client), before)
         store.close()

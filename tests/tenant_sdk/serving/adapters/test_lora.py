@@ -11,7 +11,7 @@ import torch
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer, CurrentStep
-from tenant_sdk.serving.adapters.lora import SlotNumbers, Stack
+from tenant_sdk.serving.adapters.lora import AdapterIndices, Stack
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from wire.errors import ConfigurationError, InvalidTensor
 
@@ -59,7 +59,7 @@ def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
         save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
     store = AdapterStore(model, tmp_path, on_ready=bell)
     loans = held(store, bell, *(f"a{at}" for at in range(len(settings))))
-    logits = stepped(store, model, [(0, IDS[-1]), *((loan.slot, IDS[at]) for at, loan in enumerate(loans))])
+    logits = stepped(store, model, [(0, IDS[-1]), *((loan.adapter_index, IDS[at]) for at, loan in enumerate(loans))])
     plain = [stock(ids[None]).logits[0] for ids in IDS]
     assert torch.allclose(logits[0], plain[-1], atol=1e-6)
     for at, got in enumerate(logits[1:]):
@@ -69,8 +69,8 @@ def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
     store.close()
 
 
-def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
-    """All adapters are put into the one slot of rank 8. An adapter often replaces one with a larger rank, with more
+def test_a_place_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
+    """All adapters are put into the one place of rank 8. An adapter often replaces one with a larger rank, with more
     layers, or with DoRA's gains."""
     model, bell = base_model(), Bell()
     stock = copy.deepcopy(model)
@@ -81,7 +81,7 @@ def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
     store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=1)
     for at in (0, 1, 0, 2, 5, 3, 5, 1, 6, 2, 6, 4, 1):
         (loan,) = held(store, bell, f"a{at}")
-        (got,) = stepped(store, model, [(loan.slot, IDS[at])])
+        (got,) = stepped(store, model, [(loan.adapter_index, IDS[at])])
         expected = peft_logits(stock, tmp_path / f"a{at}", IDS[at])
         assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
         loan.release()
@@ -96,7 +96,7 @@ def test_layers_that_a_later_adapter_brings_leave_the_earlier_alone(tmp_path: Pa
     store = AdapterStore(model, tmp_path, on_ready=bell)
     (few,) = held(store, bell, "few")
     held(store, bell, "all")
-    (got,) = stepped(store, model, [(few.slot, IDS[0])])
+    (got,) = stepped(store, model, [(few.adapter_index, IDS[0])])
     expected = peft_logits(stock, tmp_path / "few", IDS[0])
     assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
     store.close()
@@ -111,7 +111,7 @@ def test_adapters_kept_in_float32_lose_nothing(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         store = AdapterStore(model, tmp_path, on_ready=bell, dtype=dtype)
         (loan,) = held(store, bell, "fine")
-        errors[dtype] = (stepped(store, model, [(loan.slot, IDS[0])])[0] - expected).abs().max()
+        errors[dtype] = (stepped(store, model, [(loan.adapter_index, IDS[0])])[0] - expected).abs().max()
         store.close()
     assert errors[torch.float32] < 1e-5 * expected.abs().max() < errors[torch.bfloat16]
 
@@ -121,9 +121,9 @@ def test_rows_of_an_adapter_do_not_depend_on_those_beside_it(tmp_path: Path) -> 
     for at in range(5):
         save_adapter(model, tmp_path / f"a{at}", seed=at, r=8 + 3 * at)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    slots = [loan.slot for loan in held(store, bell, *(f"a{at}" for at in range(5)))]
-    alone = [stepped(store, model, [(slot, IDS[0])])[0] for slot in slots]
-    together = stepped(store, model, [(slot, IDS[0]) for slot in slots])
+    indices = [loan.adapter_index for loan in held(store, bell, *(f"a{at}" for at in range(5)))]
+    alone = [stepped(store, model, [(index, IDS[0])])[0] for index in indices]
+    together = stepped(store, model, [(index, IDS[0]) for index in indices])
     for one, other in zip(alone, together, strict=True):
         assert torch.allclose(one, other, atol=2e-5 * float(one.abs().max()))
     store.close()
@@ -136,7 +136,7 @@ def test_outside_a_step_and_after_close_the_model_is_its_own(tmp_path: Path) -> 
     store = AdapterStore(model, tmp_path, on_ready=bell)
     (loan,) = held(store, bell, "one")
     assert torch.equal(model(IDS[:1]).logits, plain)
-    with store.in_step([loan.slot] * 5), torch.no_grad():
+    with store.in_step([loan.adapter_index] * 5), torch.no_grad():
         with store.in_step([0] * 5):
             assert torch.equal(model(IDS[:1]).logits, plain)
         assert not torch.allclose(model(IDS[:1]).logits, plain, atol=1e-3)  # the outer step again
@@ -149,7 +149,11 @@ def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path) -> Non
     save_adapter(model, tmp_path / "one", seed=1)
     store = AdapterStore(model, tmp_path, on_ready=bell)
     (loan,) = held(store, bell, "one")
-    with store.in_step([loan.slot] * 4), torch.no_grad(), pytest.raises(InvalidTensor, match="5 rows in a step of 4"):
+    with (
+        store.in_step([loan.adapter_index] * 4),
+        torch.no_grad(),
+        pytest.raises(InvalidTensor, match="5 rows in a step of 4"),
+    ):
         model(IDS[:1])
     store.close()
 
@@ -164,14 +168,14 @@ def test_a_pass_that_makes_few_logits_gives_each_its_own_adapter_of_the_head(tmp
     save_adapter(model, tmp_path / "third", seed=3, r=16, target_modules=["lm_head"])
     names = ["head", "other", "third", None]
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    slots = [loan.slot for loan in held(store, bell, "head", "other", "third")] + [0]
-    order = sorted(range(4), key=lambda at: slots[at])
+    indices = [loan.adapter_index for loan in held(store, bell, "head", "other", "third")] + [0]
+    order = sorted(range(4), key=lambda at: indices[at])
     expected = [
         peft_logits(stock, tmp_path / name, IDS[at]) if name else stock(IDS[at][None]).logits[0]
         for at, name in enumerate(names)
     ]
     ids = torch.stack([IDS[at] for at in order])
-    with store.in_step([slots[at] for at in order for _ in range(5)]), torch.no_grad():
+    with store.in_step([indices[at] for at in order for _ in range(5)]), torch.no_grad():
         for keep in (1, 3, torch.tensor([1, 4]), 0, torch.tensor([], dtype=torch.int64)):
             logits = model(ids, logits_to_keep=keep).logits
             rows = slice(-keep, None) if isinstance(keep, int) else keep
@@ -186,19 +190,19 @@ def test_a_pass_that_makes_few_logits_gives_each_its_own_adapter_of_the_head(tmp
         assert torch.equal(model(ids, logits_to_keep=1).logits, stock(ids, logits_to_keep=1).logits)
 
 
-def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
+def test_a_step_takes_indices_that_are_held_in_order_only(tmp_path: Path) -> None:
     model, bell = base_model(), Bell()
     for at in range(2):
         save_adapter(model, tmp_path / f"a{at}", seed=at)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    first, second = sorted(held(store, bell, "a0", "a1"), key=lambda loan: loan.slot)
+    first, second = sorted(held(store, bell, "a0", "a1"), key=lambda loan: loan.adapter_index)
     with pytest.raises(ConfigurationError, match="order"):
-        store.in_step([second.slot, first.slot])
+        store.in_step([second.adapter_index, first.adapter_index])
     with pytest.raises(ConfigurationError, match="order"):
-        store.in_step([first.slot, 0])
-    slot = second.slot
+        store.in_step([first.adapter_index, 0])
+    index = second.adapter_index
     second.release()
-    for wrong in (slot, -1, 10_000):
+    for wrong in (index, -1, 10_000):
         with pytest.raises(ConfigurationError, match="no loan holds"):
             store.in_step([wrong])
     store.close()
@@ -209,15 +213,15 @@ def test_outputs_that_others_own_are_not_changed() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return y
 
-    numbers, current, given = SlotNumbers((8,), 8), CurrentStep(), Given()
+    numbers, current, given = AdapterIndices((8,), 8), CurrentStep(), Given()
     layer = AdaptedLayer("layer", given, current)
     stack = Stack(8, 8, (16, 24), torch.float32, torch.device("cpu"))
     layer.stacks[8] = stack
     stack.lora_a.normal_()
     stack.lora_b.normal_()
     stack.adapted.add(1)
-    x, slots = torch.randn(6, 16), [numbers.slot(8, 1)] * 6
-    step = numbers.step(slots, torch.device("cpu"))
+    x, indices = torch.randn(6, 16), [numbers.index(8, 1)] * 6
+    step = numbers.step(indices, torch.device("cpu"))
     added = x @ stack.lora_a[1].t() @ stack.lora_b[1]
     for y in (torch.randn(6, 24, requires_grad=True), torch.randn(24, 6).t()):
         before = y.detach().clone()
@@ -231,19 +235,19 @@ def test_outputs_that_others_own_are_not_changed() -> None:
 def test_gradients_pass_through(num_adapters: int) -> None:
     """Five adapters use the grouped product, and one adapter uses plain products."""
     torch.manual_seed(0)
-    numbers = SlotNumbers((8,), 8)
+    numbers = AdapterIndices((8,), 8)
     linear, current = torch.nn.Linear(16, 24), CurrentStep()
     layer = AdaptedLayer("layer", linear, current)
     stack = Stack(8, 8, (16, 24), torch.float32, torch.device("cpu"))
     lora_a, lora_b = stack.lora_a.normal_(), stack.lora_b.normal_()
     stack.adapted.update(range(8))
     layer.stacks[8] = stack
-    slots = sorted(numbers.slot(8, at % num_adapters) for at in range(6))
+    indices = sorted(numbers.index(8, at % num_adapters) for at in range(6))
     x = torch.randn(6, 16, requires_grad=True)
-    with current.of(numbers.step(slots, torch.device("cpu"))):
+    with current.of(numbers.step(indices, torch.device("cpu"))):
         y = linear(x)
     expected = torch.stack(
-        [linear(row) + row @ lora_a[slot - 1].t() @ lora_b[slot - 1] for row, slot in zip(x, slots, strict=True)]
+        [linear(row) + row @ lora_a[index - 1].t() @ lora_b[index - 1] for row, index in zip(x, indices, strict=True)]
     )
     assert torch.allclose(y, expected, atol=1e-4)
     weight = torch.randn(6, 24)

@@ -71,8 +71,10 @@ def trained(key: str, one: torch.Tensor) -> bool:
     return one.is_floating_point() and not any(part in key for part in FIXED)
 
 
-def logits_of(store: AdapterStore, model: Any, slots: Sequence[int], lengths: Sequence[int] = LENGTHS) -> torch.Tensor:
-    rows = sorted(slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length))
+def logits_of(
+    store: AdapterStore, model: Any, indices: Sequence[int], lengths: Sequence[int] = LENGTHS
+) -> torch.Tensor:
+    rows = sorted(index for index, length in zip(indices, lengths, strict=True) for _ in range(length))
     ids = torch.arange(3, 3 + len(rows))[None]
     with torch.no_grad(), store.in_step(rows):
         logits: torch.Tensor = model(ids).logits[0]
@@ -80,13 +82,13 @@ def logits_of(store: AdapterStore, model: Any, slots: Sequence[int], lengths: Se
 
 
 def alone(
-    monkeypatch: pytest.MonkeyPatch, store: AdapterStore, model: Any, slots: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch, store: AdapterStore, model: Any, indices: Sequence[int],
     lengths: Sequence[int] = LENGTHS,
 ) -> torch.Tensor:  # fmt: skip
     """Returns the logits if no adapters are computed together, as test_kinds.py compares them with PEFT."""
     with monkeypatch.context() as patch:
         patch.setattr(module_stack, "MOST_ALONE", 1000)
-        return logits_of(store, model, slots, lengths)
+        return logits_of(store, model, indices, lengths)
 
 
 @pytest.mark.parametrize("title", EXAMPLES)
@@ -100,16 +102,16 @@ def test_adapters_of_a_kind_are_computed_together(
     save_adapter(base, tmp_path / "lora", seed=3, fan_in_fan_out=kind == "gpt2")
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell, separate_calls=True)
-    slots = [loan.slot for loan in held(store, bell, *names, "lora")]
-    expected = alone(monkeypatch, store, model, [*slots, 0], (*LENGTHS, 2, 2))
+    indices = [loan.adapter_index for loan in held(store, bell, *names, "lora")]
+    expected = alone(monkeypatch, store, model, [*indices, 0], (*LENGTHS, 2, 2))
     batch_calls.clear()
-    got = logits_of(store, model, [*slots, 0], (*LENGTHS, 2, 2))
+    got = logits_of(store, model, [*indices, 0], (*LENGTHS, 2, 2))
     store.close()
     assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
     assert batch_calls == ([] if title in ONE_BY_ONE else [4] * NUM_LAYERS)
 
 
-def test_an_adapter_that_takes_a_slot_over_is_computed_with_its_own_numbers(
+def test_an_adapter_that_takes_a_place_over_is_computed_with_its_own_numbers(
     tmp_path: Path, batch_calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = base_model("llama")
@@ -118,14 +120,14 @@ def test_an_adapter_that_takes_a_slot_over_is_computed_with_its_own_numbers(
     store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=5)
     loans = held(store, bell, *names[:5])
     lengths = (1,) * 5
-    first = logits_of(store, model, [loan.slot for loan in loans], lengths)
-    slot, replaced = loans[2].slot, loans.pop(2)
+    first = logits_of(store, model, [loan.adapter_index for loan in loans], lengths)
+    index, replaced = loans[2].adapter_index, loans.pop(2)
     replaced.release()
     loans += held(store, bell, names[5])
-    assert loans[-1].slot == slot
-    slots = [loan.slot for loan in loans]
-    got = logits_of(store, model, slots, lengths)
-    expected = alone(monkeypatch, store, model, slots, lengths)
+    assert loans[-1].adapter_index == index
+    indices = [loan.adapter_index for loan in loans]
+    got = logits_of(store, model, indices, lengths)
+    expected = alone(monkeypatch, store, model, indices, lengths)
     store.close()
     assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
     assert (got - first).abs().max() > 1e-3  # The other adapter matters.
@@ -138,9 +140,9 @@ def test_adapters_of_other_settings_are_not_computed_with_these(tmp_path: Path, 
     save_kind(base, "llama", tmp_path / "other", "MiSS", seed=9, target_modules=["q_proj"])
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    slots = [loan.slot for loan in held(store, bell, *names, "other")]
+    indices = [loan.adapter_index for loan in held(store, bell, *names, "other")]
     batch_calls.clear()
-    logits_of(store, model, slots, (1,) * 4)
+    logits_of(store, model, indices, (1,) * 4)
     store.close()
     assert batch_calls == []
 
@@ -154,9 +156,9 @@ def test_adapters_with_other_projections_are_computed_with_theirs(
         change_projections(tmp_path / name)
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    slots = [loan.slot for loan in held(store, bell, *names)]
-    expected = alone(monkeypatch, store, model, slots, (2,) * 9)
-    got = logits_of(store, model, slots, (2,) * 9)
+    indices = [loan.adapter_index for loan in held(store, bell, *names)]
+    expected = alone(monkeypatch, store, model, indices, (2,) * 9)
+    got = logits_of(store, model, indices, (2,) * 9)
     store.close()
     assert (got - expected).abs().max() < ROUNDING * expected.abs().max()
     assert batch_calls == [5, 4] * NUM_LAYERS
@@ -424,10 +426,10 @@ def test_numbers_that_oft_moves_within_bounds_stay_where_they_are(tmp_path: Path
         save_kind(base, "llama", tmp_path / f"a{number}", "OFT within bounds", seed=number, eps=0.05)
     bell, model = Bell(), copy.deepcopy(base)
     store = AdapterStore(model, tmp_path, on_ready=bell, separate_calls=True)
-    slots = [loan.slot for loan in held(store, bell, *(f"a{number}" for number in range(5)))]
-    first = logits_of(store, model, slots, (1,) * 5)
+    indices = [loan.adapter_index for loan in held(store, bell, *(f"a{number}" for number in range(5)))]
+    first = logits_of(store, model, indices, (1,) * 5)
     for _ in range(8):
-        assert torch.equal(logits_of(store, model, slots, (1,) * 5), first)
+        assert torch.equal(logits_of(store, model, indices, (1,) * 5), first)
     store.close()
     assert batch_calls == [5] * 9 * NUM_LAYERS
 

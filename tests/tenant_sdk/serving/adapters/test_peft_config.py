@@ -10,7 +10,7 @@ import pytest
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
-from tenant_sdk.serving.adapters.peft_settings import LoraSettings, parse_settings
+from tenant_sdk.serving.adapters.peft_settings import LoraSettings, read_settings, served_settings
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError
 
@@ -20,7 +20,7 @@ BASE = Base(("SmolLM2-135M-Instruct", "acme/own-name"), {})
 def parse(base: Base = BASE, **changes: Any) -> LoraSettings:
     config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM").to_dict() | changes
     content = json.dumps(config, default=lambda value: list(value) if isinstance(value, set) else str(value))
-    return parse_settings("some", content.encode(), base)
+    return served_settings("some", read_settings("some", content.encode(), base), base)
 
 
 def test_what_peft_writes_today_is_accepted() -> None:
@@ -106,10 +106,20 @@ def test_refused_in_one_line(changes: dict[str, Any], match: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_settings_that_are_deep() -> None:
+    def nested(levels: int) -> bytes:  # the object itself is the first level
+        return b'{"x": ' + b"[" * (levels - 1) + b"7" + b"]" * (levels - 1) + b"}"
+
+    with pytest.raises(ConfigurationError, match="settings of more than 16 levels") as caught:
+        read_settings("some", nested(17), BASE)
+    assert "\n" not in str(caught.value)
+    assert read_settings("some", nested(16), BASE)
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b"[" * 100_000, b"nope", '{"r": 8}'.encode("utf-16")])
 def test_settings_that_are_no_object(content: bytes) -> None:
     with pytest.raises(ConfigurationError, match="no JSON object"):
-        parse_settings("some", content, BASE)
+        read_settings("some", content, BASE)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_equal_to_stock_peft_and_no_other_call(kind: str, num_calls: int, tmp_pa
         with torch.no_grad():
             model(IDS)
         plain = traffic(client)
-        logits = stepped(store, model, [*((loan.slot, IDS[at]) for at, loan in enumerate(loans)), (0, IDS[3])])
+        logits = stepped(store, model, [*((loan.adapter_index, IDS[at]) for at, loan in enumerate(loans)), (0, IDS[3])])
         assert torch.equal(traffic(client) - plain, plain - start)
         assert (plain - start)[0] == num_calls
         store.close()

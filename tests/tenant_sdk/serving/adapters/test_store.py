@@ -1,10 +1,12 @@
-"""Tests the tiers, budgets and waiting of the adapter store: which request gets a slot when, and which errors it
+"""Tests the tiers, budgets and waiting of the adapter store: which request gets a place when, and which errors it
 gets."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters import device as device_module
-from tenant_sdk.serving.adapters import reader as reader_module
+from tenant_sdk.serving.adapters import host as host_module
 from tenant_sdk.serving.adapters.device import DeviceTier
-from tenant_sdk.serving.adapters.files import Reading
-from tenant_sdk.serving.adapters.folder import WEIGHTS
-from tenant_sdk.serving.adapters.store import MOST_PASSED, RANKS, Placement
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS, OpenAdapter
+from tenant_sdk.serving.adapters.store import MOST_OPEN, MOST_PASSED, RANKS, Placement
 from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
 from tests.support.saved_adapters import Bell, base_model, held, save_adapter
 from wire.errors import ConfigurationError
@@ -45,7 +46,7 @@ def root(model: Any, tmp_path: Path) -> Path:
 
 
 def loaded_so_far(store: AdapterStore, bell: Bell) -> None:
-    """Waits until all reserved adapters are loaded, in a store with one slot of each rank.
+    """Waits until all reserved adapters are loaded, in a store with one place of each rank.
 
     To know this, the function reserves two adapters of another rank. One of them has to be loaded, and that comes after
     all earlier ones.
@@ -79,13 +80,13 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        tensors = Reading.tensors
+        tensors = OpenAdapter.tensors
 
-        def counted(reading: Reading) -> Any:
-            self.names.append(reading.found.name)
-            return tensors(reading)
+        def counted(opened: OpenAdapter) -> Any:
+            self.names.append(opened.name)
+            return tensors(opened)
 
-        monkeypatch.setattr(Reading, "tensors", counted)
+        monkeypatch.setattr(OpenAdapter, "tensors", counted)
 
 
 @pytest.fixture
@@ -95,29 +96,29 @@ def no_racy_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)
 
 
-def test_what_has_a_slot_is_ready_at_once(model: Any, root: Path, no_racy_files: None) -> None:
+def test_what_has_a_place_is_ready_at_once(model: Any, root: Path, no_racy_files: None) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
     (first,) = held(store, bell, "a1")
     second = store.reserve("a1")
     assert second.is_ready()
-    assert (second.slot, second.digest) == (first.slot, first.digest)
+    assert (second.adapter_index, second.digest) == (first.adapter_index, first.digest)
     first.release()
     first.release()  # once more does nothing
-    assert answers(store, model, [second.slot]) == [code_of(1)]
+    assert answers(store, model, [second.adapter_index]) == [code_of(1)]
     second.release()
     assert store.reserve("a1").is_ready()
     store.close()
 
 
-def test_loans_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, root: Path) -> None:
+def test_loans_say_nothing_before_they_are_ready_and_no_place_after(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
-    with held_up(reader_module, "pack") as (_, go_on):
+    with held_up(host_module, "pack") as (_, go_on):
         loan = store.reserve("a1")
         assert not loan.is_ready()
-        with pytest.raises(ConfigurationError, match="not in a slot"):
-            _ = loan.slot
+        with pytest.raises(ConfigurationError, match="not in a place"):
+            _ = loan.adapter_index
         with pytest.raises(ConfigurationError, match="not loaded yet"):
             _ = loan.digest
         go_on.set()
@@ -126,12 +127,12 @@ def test_loans_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, r
     loan.release()
     assert not loan.is_ready()
     assert loan.digest == digest
-    with pytest.raises(ConfigurationError, match="not in a slot"):
-        _ = loan.slot
+    with pytest.raises(ConfigurationError, match="not in a place"):
+        _ = loan.adapter_index
     store.close()
 
 
-def test_the_slot_used_longest_ago_goes_first(model: Any, root: Path, no_racy_files: None) -> None:
+def test_the_place_used_longest_ago_goes_first(model: Any, root: Path, no_racy_files: None) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=2)
     one, two = held(store, bell, "a1", "a2")
@@ -141,7 +142,7 @@ def test_the_slot_used_longest_ago_goes_first(model: Any, root: Path, no_racy_fi
     (three,) = held(store, bell, "a3")
     assert store.reserve("a1").is_ready()
     assert not store.reserve("a2").is_ready()
-    assert answers(store, model, [three.slot]) == [code_of(3)]
+    assert answers(store, model, [three.adapter_index]) == [code_of(3)]
     store.close()
 
 
@@ -153,7 +154,7 @@ def test_host_memory_keeps_to_its_budget_and_spares_the_disk(
 
     def use(name: str) -> None:
         (loan,) = held(store, bell, name)
-        assert answers(store, model, [loan.slot]) == [code_of(int(name[1:]))]
+        assert answers(store, model, [loan.adapter_index]) == [code_of(int(name[1:]))]
         loan.release()
 
     for name in ("a1", "a2", "a1"):
@@ -169,17 +170,17 @@ def test_host_memory_keeps_to_its_budget_and_spares_the_disk(
     store.close()
 
 
-def test_every_slot_is_held_or_reusable(model: Any, root: Path) -> None:
+def test_every_place_is_held_or_reusable(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=2)
-    num_slots = store.status().device_reusable
-    assert num_slots == 2 * (len(RANKS) + 1), "each rank has slots, and so have the adapters of other kinds"
+    num_places = store.status().device_reusable
+    assert num_places == 2 * (len(RANKS) + 1), "each rank has places, and so have the adapters of other kinds"
     loans = held(store, bell, "a1", "a1", "a2", "wide")
-    assert (store.status().device_held, store.status().device_reusable) == (3, num_slots - 3)
+    assert (store.status().device_held, store.status().device_reusable) == (3, num_places - 3)
     for loan in loans:
         loan.release()
     assert (store.status().device_adapters, store.status().device_held) == (3, 0)
-    assert store.status().device_reusable == num_slots
+    assert store.status().device_reusable == num_places
     store.close()
 
 
@@ -196,7 +197,7 @@ def test_an_adapter_that_cannot_be_used_counts_as_no_load(model: Any, root: Path
     store.close()
 
 
-def test_more_adapters_than_slots_wait_in_their_order(model: Any, root: Path) -> None:
+def test_more_adapters_than_places_wait_in_their_order(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     (first,) = held(store, bell, "a1")
@@ -209,7 +210,7 @@ def test_more_adapters_than_slots_wait_in_their_order(model: Any, root: Path) ->
     for number, (before, after) in zip((2, 4), ((first, waiting[0]), (waiting[0], waiting[2])), strict=True):
         before.release()
         bell.wait_for(after)
-        assert answers(store, model, [after.slot]) == [code_of(number)]
+        assert answers(store, model, [after.adapter_index]) == [code_of(number)]
     assert not waiting[1].is_ready()
     store.close()
 
@@ -223,16 +224,16 @@ def test_an_adapter_that_is_dropped_stays_until_its_last_request_ends(
     store.drop("a1")
     first.release()
     store.loader.submit(lambda: None).result()
-    assert answers(store, model, [second.slot]) == [code_of(1)]
+    assert answers(store, model, [second.adapter_index]) == [code_of(1)]
     assert store.status().device_adapters == 1
     second.release()
     store.loader.submit(lambda: None).result()
     status = store.status()
     assert (status.device_adapters, status.host_adapters, status.host_bytes) == (0, 0, 0)
     assert status.device_reusable == 1 + len(RANKS)
-    for name, code in (("a2", 2), ("a1", 1)):  # the slot is as good as new
+    for name, code in (("a2", 2), ("a1", 1)):  # the place is as good as new
         (loan,) = held(store, bell, name)
-        assert answers(store, model, [loan.slot]) == [code_of(code)]
+        assert answers(store, model, [loan.adapter_index]) == [code_of(code)]
         loan.release()
     store.close()
 
@@ -243,13 +244,13 @@ def test_other_ranks_do_not_wait(model: Any, root: Path) -> None:
     held(store, bell, "a1")
     late = store.reserve("a2")
     (wide,) = held(store, bell, "wide")
-    assert answers(store, model, [wide.slot]) == [code_of(77)]
+    assert answers(store, model, [wide.adapter_index]) == [code_of(77)]
     assert not late.is_ready()
     store.close()
 
 
 def test_who_waits_is_passed_a_bounded_number_of_times(model: Any, root: Path, no_racy_files: None) -> None:
-    """Requests for a popular adapter would never leave its slot free. After some time they queue behind the request
+    """Requests for a popular adapter would never leave its place free. After some time they queue behind the request
     that waits."""
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
@@ -266,11 +267,11 @@ def test_who_waits_is_passed_a_bounded_number_of_times(model: Any, root: Path, n
     bell.wait_for(other)
     other.release()
     bell.wait_for(following)
-    assert answers(store, model, [following.slot]) == [code_of(1)]
+    assert answers(store, model, [following.adapter_index]) == [code_of(1)]
     store.close()
 
 
-def test_who_was_to_have_a_slot_that_another_took_stays_the_first(model: Any, root: Path, no_racy_files: None) -> None:
+def test_who_was_to_have_a_place_that_another_took_stays_the_first(model: Any, root: Path, no_racy_files: None) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     (holder,) = held(store, bell, "a1")
@@ -278,7 +279,7 @@ def test_who_was_to_have_a_slot_that_another_took_stays_the_first(model: Any, ro
     loaded_so_far(store, bell)
     with held_up(Placement, "place") as (begun, go_on):
         holder.release()
-        begun.wait()  # a2 is about to have the slot
+        begun.wait()  # a2 is about to have the place
         holder = store.reserve("a1")  # its adapter is still there
         assert holder.is_ready()
         go_on.set()
@@ -287,11 +288,11 @@ def test_who_was_to_have_a_slot_that_another_took_stays_the_first(model: Any, ro
     holder.release()
     bell.wait_for(waiting[0])
     assert not waiting[1].is_ready()
-    assert answers(store, model, [waiting[0].slot]) == [code_of(2)]
+    assert answers(store, model, [waiting[0].adapter_index]) == [code_of(2)]
     store.close()
 
 
-def test_who_comes_later_does_not_take_the_slot_of_one_that_waits(model: Any, root: Path) -> None:
+def test_who_comes_later_does_not_take_the_place_of_one_that_waits(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     (holder,) = held(store, bell, "a1")
@@ -299,18 +300,18 @@ def test_who_comes_later_does_not_take_the_slot_of_one_that_waits(model: Any, ro
     loaded_so_far(store, bell)
     with held_up(Placement, "place") as (begun, go_on):
         later = store.reserve("a3")
-        begun.wait()  # a3 is about to look for a slot
+        begun.wait()  # a3 is about to look for a place
         holder.release()
         go_on.set()
         bell.wait_for(waiting)
     assert not later.is_ready()
     waiting.release()
     bell.wait_for(later)
-    assert answers(store, model, [later.slot]) == [code_of(3)]
+    assert answers(store, model, [later.adapter_index]) == [code_of(3)]
     store.close()
 
 
-def test_a_loan_that_is_released_while_it_loads_gives_its_slot_back(model: Any, root: Path) -> None:
+def test_a_loan_that_is_released_while_it_loads_gives_its_place_back(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     with held_up(DeviceTier, "fill") as (begun, go_on):
@@ -321,15 +322,15 @@ def test_a_loan_that_is_released_while_it_loads_gives_its_slot_back(model: Any, 
         go_on.set()
         bell.wait_for(waiting)
     assert not loan.is_ready()
-    assert answers(store, model, [waiting.slot]) == [code_of(2)]
+    assert answers(store, model, [waiting.adapter_index]) == [code_of(2)]
     assert store.status().device_held == 1
     store.close()
 
 
-def test_a_slot_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_files: None) -> None:
+def test_a_place_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_files: None) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
-    for name in ("a1", "a2"):  # afterwards a1's digest is known, and it has no slot
+    for name in ("a1", "a2"):  # afterwards a1's digest is known, and it has no place
         for loan in held(store, bell, name):
             loan.release()
     with held_up(DeviceTier, "fill") as (begun, go_on):
@@ -340,8 +341,8 @@ def test_a_slot_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_fi
         assert not second.is_ready()
         go_on.set()
         bell.wait_for(first, second)
-    assert first.slot == second.slot
-    assert answers(store, model, [second.slot]) == [code_of(1)]
+    assert first.adapter_index == second.adapter_index
+    assert answers(store, model, [second.adapter_index]) == [code_of(1)]
     store.close()
 
 
@@ -368,13 +369,13 @@ def test_an_adapter_with_nan_fails_its_own_loan_only(model: Any, root: Path, no_
     loans = [store.reserve(name) for name in ("a1", "a2", "a3")]
     bell.wait_for(*loans)
     assert str(loans[1].failure) == "the adapter a2 holds NaN or infinite numbers, or such as torch.bfloat16 has not"
-    assert answers(store, model, [loans[0].slot, loans[2].slot]) == [code_of(1), code_of(3)]
+    assert answers(store, model, [loans[0].adapter_index, loans[2].adapter_index]) == [code_of(1), code_of(3)]
     with pytest.raises(ConfigurationError, match="holds NaN"):  # known by now, and not read again
         store.reserve("a2")
     save_coded(model, root / "a2", code_of(2), RANK, seed=2)
     os.utime(path, (1, 1))  # the file system's clock may not have ticked since
     (mended,) = held(store, bell, "a2")
-    assert answers(store, model, [mended.slot]) == [code_of(2)]
+    assert answers(store, model, [mended.adapter_index]) == [code_of(2)]
     store.close()
 
 
@@ -421,7 +422,7 @@ def test_a_device_without_memory_fails_one_loan(
         bell.wait_for(loan)
         assert str(loan.failure) == "the adapter a1 cannot be loaded (RuntimeError)"
     (again,) = held(store, bell, "a1")
-    assert answers(store, model, [again.slot]) == [code_of(1)]
+    assert answers(store, model, [again.adapter_index]) == [code_of(1)]
     store.close()
 
 
@@ -475,12 +476,137 @@ def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_ra
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
     (loan,) = held(store, bell, "a1")
-    with held_up(reader_module, "pack") as (_, go_on):
+    with held_up(host_module, "pack") as (_, go_on):
         stuck = store.reserve("a2")
-        assert answers(store, model, [loan.slot]) == [code_of(1)]
+        assert answers(store, model, [loan.adapter_index]) == [code_of(1)]
         assert store.reserve("a1").is_ready()
         assert not stuck.is_ready()
         go_on.set()
         bell.wait_for(stuck)
-    assert answers(store, model, [stuck.slot]) == [code_of(2)]
+    assert answers(store, model, [stuck.adapter_index]) == [code_of(2)]
+    store.close()
+
+
+# ---- from the files to a loan ----------------------------------------------------------------------------------------
+
+
+class Opened:
+    """Notes each opening of an adapter's file, and the texts that are parsed as JSON."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files: list[str] = []
+        self.parsed: list[str] = []
+        open_file, loads = os.open, json.loads
+
+        def opened(path: Any, *args: Any, **options: Any) -> int:
+            if path in (CONFIG, WEIGHTS):
+                self.files.append(path)
+            return open_file(path, *args, **options)
+
+        monkeypatch.setattr(os, "open", opened)
+        monkeypatch.setattr(json, "loads", lambda text, **options: self.parsed.append(text) or loads(text, **options))
+
+
+def open_files() -> list[str]:
+    """Returns the paths of the adapters' files that are open in this process."""
+    paths = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return [path for path in paths if path.endswith((CONFIG, WEIGHTS))]
+
+
+def test_an_adapters_files_are_opened_and_parsed_once(
+    model: Any, root: Path, no_racy_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bell, opened = Bell(), Opened(monkeypatch)
+    store = AdapterStore(model, root, on_ready=bell)
+    held(store, bell, "a1")
+    assert opened.files == [CONFIG, WEIGHTS]
+    assert len(opened.parsed) == 2
+    assert store.reserve("a1").is_ready()  # looks at the files' stamp only
+    assert len(opened.parsed) == 2
+    store.close()
+    assert open_files() == []
+
+
+def test_an_adapter_that_is_preloaded_is_opened_once(
+    model: Any, root: Path, no_racy_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Opened(monkeypatch)
+    store = AdapterStore(model, root, preload=["a1"])
+    assert (opened.files, len(opened.parsed)) == ([CONFIG, WEIGHTS], 2)
+    store.close()
+    assert open_files() == []
+
+
+def test_requests_for_an_adapter_that_is_not_known_yet_read_it_once(
+    model: Any, root: Path, no_racy_files: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bell, reads = Bell(), Reads(monkeypatch)
+    store = AdapterStore(model, root, on_ready=bell)
+    with held_up(host_module, "pack") as (_, go_on):
+        loans = [store.reserve("a1") for _ in range(5)]
+        go_on.set()
+        bell.wait_for(*loans)
+    assert reads.names == ["a1"]
+    assert {loan.digest for loan in loans} == {loans[0].digest}
+    store.close()
+
+
+def test_few_files_are_open_however_many_adapters_wait(model: Any, root: Path, no_racy_files: None) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell)
+    with held_up(host_module, "pack") as (_, go_on):
+        loans = [store.reserve(f"a{at % NUM_ADAPTERS}") for at in range(3 * MOST_OPEN)]
+        assert len(open_files()) == 2 * MOST_OPEN
+        go_on.set()
+        bell.wait_for(*loans)
+    store.loader.submit(lambda: None).result()
+    assert open_files() == []
+    assert answers(store, model, sorted({loan.adapter_index for loan in loans}))
+    store.close()
+
+
+def test_a_store_that_is_closed_while_adapters_wait_leaves_no_file_open(model: Any, root: Path) -> None:
+    store = AdapterStore(model, root, on_ready=Bell())
+    with held_up(host_module, "pack") as (begun, go_on):
+        loans = [store.reserve(f"a{number}") for number in range(4)]
+        begun.wait()
+        loans[2].release()
+        closing = threading.Thread(target=store.close)
+        closing.start()
+        go_on.set()
+        closing.join()
+    assert open_files() == []
+    with pytest.raises(ConfigurationError, match="closed"):
+        store.reserve("a1")
+    assert open_files() == []
+
+
+def test_a_request_that_is_refused_leaves_no_file_open(model: Any, root: Path) -> None:
+    store = AdapterStore(model, root, on_ready=Bell())
+    (root / "a1" / CONFIG).write_text("{")
+    for name in ("a1", "nobody"):
+        with pytest.raises(ConfigurationError):
+            store.reserve(name)
+    assert open_files() == []
+    store.close()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_file_that_changes_between_the_request_and_the_load_is_read_as_it_is_then(
+    in_place: bool, model: Any, root: Path, no_racy_files: None
+) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell)
+    with held_up(host_module, "pack") as (begun, go_on):
+        first = store.reserve("a1")
+        begun.wait()
+        loan = store.reserve("a2")
+        for file in (CONFIG, WEIGHTS):
+            if in_place:
+                shutil.copy(root / "a3" / file, root / "a2" / file)
+            else:
+                (root / "a3" / file).rename(root / "a2" / file)
+        go_on.set()
+        bell.wait_for(first, loan)
+    assert answers(store, model, [first.adapter_index, loan.adapter_index]) == [code_of(1), code_of(3)]
     store.close()

@@ -45,10 +45,10 @@ def test_a_thousand_at_random(model: Any, root: Path) -> None:
     for begin in range(0, len(numbers), AT_ONCE):
         some = numbers[begin : begin + AT_ONCE]
         loans = held(store, bell, *(f"a{number}" for number in some))
-        slots = [loan.slot for loan in loans]
-        assert answers(store, model, slots) == [code_of(number) for number in some]
-        if begin == 0:  # the check can fail: others' slots answer others' codes
-            turned = slots[1:] + slots[:1]
+        indices = [loan.adapter_index for loan in loans]
+        assert answers(store, model, indices) == [code_of(number) for number in some]
+        if begin == 0:  # the check can fail: others' places answer others' codes
+            turned = indices[1:] + indices[:1]
             assert all(got != code_of(number) for got, number in zip(answers(store, model, turned), some, strict=True))
             assert all(
                 code != code_of(number) for code, number in zip(answers(store, model, [0] * 16), some, strict=True)
@@ -62,12 +62,12 @@ def test_a_thousand_at_random(model: Any, root: Path) -> None:
     store.close()
 
 
-def test_slots_that_are_used_again_under_load_never_give_anothers_adapter(model: Any, root: Path) -> None:
-    """There are four threads, three slots of each rank, and a host tier that holds few adapters, so that adapters are
+def test_places_that_are_used_again_under_load_never_give_anothers_adapter(model: Any, root: Path) -> None:
+    """There are four threads, three places of each rank, and a host tier that holds few adapters, so that adapters are
     replaced all the time."""
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=3, host_bytes=60_000)
-    num_slots = store.status().device_reusable
+    num_places = store.status().device_reusable
     wrong: list[object] = []
 
     def client(seed: int) -> None:
@@ -76,7 +76,7 @@ def test_slots_that_are_used_again_under_load_never_give_anothers_adapter(model:
             for _ in range(60):
                 number = chosen.randrange(NUM_BUSY)
                 (loan,) = held(store, bell, f"a{number}")
-                if answers(store, model, [loan.slot]) != [code_of(number)]:
+                if answers(store, model, [loan.adapter_index]) != [code_of(number)]:
                     wrong.append(number)
                 loan.release()
         except BaseException as exc:  # noqa: BLE001 - the test shows it
@@ -89,7 +89,7 @@ def test_slots_that_are_used_again_under_load_never_give_anothers_adapter(model:
         thread.join()
     assert wrong == []
     assert store.status().device_held == store.status().waiting == 0
-    assert store.status().device_reusable == num_slots
+    assert store.status().device_reusable == num_places
     store.close()
 
 
@@ -103,7 +103,7 @@ def test_an_adapter_that_changes_on_disk_is_a_new_one(model: Any, root: Path, tm
             shutil.copy(file, tmp_path / "one" / file.name)
         (new,) = held(store, bell, "one")
         assert new.digest != old.digest
-        assert answers(store, model, [old.slot, new.slot]) == [code_of(number - 1), code_of(number)]
+        assert answers(store, model, [old.adapter_index, new.adapter_index]) == [code_of(number - 1), code_of(number)]
         old.release()
         old = new
     store.close()

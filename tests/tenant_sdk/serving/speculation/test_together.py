@@ -38,12 +38,12 @@ def answers(
     """Submits all requests twice, and returns all answers, and the number of reused tokens of each request of the
     second turn."""
 
-    def make_slots(model: object, wake: object) -> AdapterStore:
+    def make_store(model: object, wake: object) -> AdapterStore:
         return AdapterStore(
             model, root, on_ready=wake, dtype=torch.float32, device_slots=3, separate_calls=True
         )  # fmt: skip
 
-    with Engine(client, make_slots, max_running=4, speculation=speculation, **options) as engine:
+    with Engine(client, make_store, max_running=4, speculation=speculation, **options) as engine:
         texts: list[str] = []
         for _ in range(2):
             turn = [engine.submit(prompt, name, 12, eos_token_id=[]) for name, prompt in asked]

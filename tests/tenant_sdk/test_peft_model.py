@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
-from tenant_sdk.adapters import adapted_model, say_how_little
+from tenant_sdk.peft_model import adapted_model, say_how_little
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters import targets as patterns
 from tests.support.saved_adapters import Bell, save_adapter, stepped
@@ -99,7 +99,7 @@ def served(remote: Any, folder: Path) -> torch.Tensor | str:
         bell.wait_for(loan)
         if loan.failure is not None:
             raise loan.failure
-        return stepped(store, remote, [(loan.slot, IDS)])[0]
+        return stepped(store, remote, [(loan.adapter_index, IDS)])[0]
     except ConfigurationError as exc:
         return str(exc)
     finally:
@@ -403,6 +403,30 @@ def test_another_adapter_with_the_same_times_counts_at_once(
     assert isinstance(after, torch.Tensor)
     assert not torch.allclose(before, after)
     torch.testing.assert_close(after, want, atol=1e-5, rtol=1e-5)
+
+
+def test_the_files_are_opened_and_parsed_once(
+    folder: Path, chat_client: TenantClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    parsed: list[str] = []
+    open_file, loads = os.open, json.loads
+
+    def opening(path: Any, *args: Any, **options: Any) -> int:
+        opened.extend([path] if path in (CONFIG, WEIGHTS) else [])
+        return open_file(path, *args, **options)
+
+    def parsing(text: Any, **options: Any) -> Any:
+        parsed.extend([text] if "peft_type" in str(text) or "lora_A" in str(text) else [])
+        return loads(text, **options)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(json, "loads", parsing)
+    adapted_model(chat_client, folder)
+    assert opened == [CONFIG, WEIGHTS]
+    assert len(parsed) == 2  # the settings, and the header
+    adapted_model(chat_client, folder)
+    assert len(parsed) == 2
 
 
 def test_an_adapter_that_stays_is_loaded_once(folder: Path, chat_client: TenantClient) -> None:

@@ -3,6 +3,7 @@ opened."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -18,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tenant_sdk.serving.adapters.files import LoraFile
-from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS, AdapterFolder
+from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS, AdapterFolder, LoraFile
 from tenant_sdk.serving.adapters.host import PackedAdapter, pack
 from tenant_sdk.serving.adapters.targets import Base, base_of
 from tests.support.saved_adapters import base_model, save_adapter
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, StorageError
 
+_BASE = base_of(base_model())
 KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 MOST = 1 << 20
 
@@ -38,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def base() -> Base:
-    return base_of(base_model())
+    return _BASE
 
 
 @pytest.fixture
@@ -48,24 +49,37 @@ def root(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(root: Path, base: Base) -> AdapterFolder:
-    return AdapterFolder(root, base, MOST)
+def folder(root: Path) -> AdapterFolder:
+    return AdapterFolder(root)
+
+
+def checked(folder: AdapterFolder, name: str = "good") -> LoraFile:
+    """Returns what an adapter's files contain."""
+    with folder.open(name) as opened:
+        contents = opened.check_served(_BASE, MOST)
+    assert isinstance(contents, LoraFile)
+    return contents
 
 
 def packed_from(folder: AdapterFolder, name: str = "good", dtype: torch.dtype = torch.float32) -> PackedAdapter:
     """Reads all of an adapter into memory."""
-    with folder.reading(name) as reading:
-        contents = reading.found.contents
+    with folder.open(name) as opened:
+        contents = opened.check_served(_BASE, MOST)
         assert isinstance(contents, LoraFile)
-        return pack(reading, contents, dtype)[0]
+        return pack(opened, contents, dtype)[0]
 
 
 def refuse(folder: AdapterFolder, name: str, match: str) -> None:
-    """Checks that both ways to open an adapter raise the same error of one line."""
-    for opened in (folder.find, lambda name: packed_from(folder, name)):
-        with pytest.raises(ConfigurationError, match=match) as caught:
-            opened(name)
-        assert "\n" not in str(caught.value)
+    """Checks that an adapter is refused with an error of one line, and leaves no file open."""
+    before = open_files()
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        checked(folder, name)
+    assert "\n" not in str(caught.value)
+    assert open_files() == before
+
+
+def open_files() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
 
 
 def test_a_good_one_is_read_whole(folder: AdapterFolder, root: Path) -> None:
@@ -82,7 +96,7 @@ def test_a_good_one_is_read_whole(folder: AdapterFolder, root: Path) -> None:
         assert torch.equal(lora_b.t(), 2 * saved[f"base_model.model.{layer.module}.lora_B.weight"])  # alpha / rank
     assert (
         4 * packed.values.numel()
-        == folder.find("good").contents.packed_bytes(torch.float32)
+        == checked(folder).packed_bytes(torch.float32)
         == 4 * sum(each.numel() for each in saved.values())
     )
 
@@ -141,15 +155,15 @@ def test_a_pickle_is_not_opened(folder: AdapterFolder, root: Path) -> None:
     refuse(folder, "good", "in a pickle, which is not opened")
 
 
-def test_two_of_one_name(root: Path, base: Base) -> None:
+def test_two_of_one_name(root: Path) -> None:
     shutil.copytree(root / "good", root / "Good")
     with pytest.raises(ConfigurationError, match="Good and good have one name"):
-        AdapterFolder(root, base, MOST)
+        AdapterFolder(root)
 
 
-def test_no_folder(tmp_path: Path, base: Base) -> None:
+def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
-        AdapterFolder(tmp_path / "nowhere", base, MOST)
+        AdapterFolder(tmp_path / "nowhere")
 
 
 def test_too_large_a_file_is_not_read(folder: AdapterFolder, root: Path) -> None:
@@ -187,20 +201,62 @@ def test_a_file_that_shrinks_meanwhile(folder: AdapterFolder, root: Path, monkey
         packed_from(folder)
 
 
+@pytest.mark.parametrize("function", ["open", "pread", "preadv"])
+def test_what_the_disk_does_not_give_is_told_in_one_line(
+    function: str, folder: AdapterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is wrong with the adapter, so that the error is none that is remembered."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = open_files()
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(StorageError) as caught:
+        packed_from(folder)
+    monkeypatch.undo()
+    assert str(caught.value) == "the files of the adapter good cannot be read: Too many open files"
+    assert open_files() == before
+
+
 def test_a_change_shows_in_the_stamp(folder: AdapterFolder, root: Path) -> None:
     path = root / "good" / WEIGHTS
     os.utime(path, (1, 1))
-    before = folder.find("good").stamp
-    assert folder.find("good").stamp == before
-    path.write_bytes(path.read_bytes())
-    assert folder.find("good").stamp != before
+    with folder.open("good") as before, folder.open("good") as same:
+        assert same.stamp == before.stamp
+        path.write_bytes(path.read_bytes())
+        with folder.open("good") as after:
+            assert after.stamp != before.stamp
 
 
 def test_a_stamp_of_a_moment_ago_is_not_relied_on(folder: AdapterFolder, root: Path) -> None:
     now = time.time()
     os.utime(root / "good" / CONFIG, (now + 1000, now + 1000))  # however slow this test is
-    assert folder.stamp("good") is None
-    assert not folder.find("good").settled
+    with folder.open("good") as opened:
+        assert opened.settled_stamp is None
+        assert not opened.is_unchanged()
+
+
+def test_files_are_closed_once(folder: AdapterFolder, tmp_path: Path) -> None:
+    opened = folder.open("good")
+    opened.close()
+    with (tmp_path / "other").open("w") as other:  # it gets the number of a file that was closed
+        opened.close()
+        other.write("still open")
+    assert (tmp_path / "other").read_text() == "still open"
+
+
+def test_an_adapter_whose_settings_are_looked_at_is_parsed_once(
+    folder: AdapterFolder, base: Base, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or loads(text, **options))
+    with folder.open("good") as opened:
+        opened.settings(base, MOST)["r"] = 7  # a copy
+        assert opened.settings(base, MOST)["r"] == 8
+        assert opened.check(base, MOST) is opened.check_served(base, MOST)
+    assert len(parsed) == 2  # the settings, and the header
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

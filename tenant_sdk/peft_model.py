@@ -1,8 +1,9 @@
-"""This module loads PEFT adapters from folders onto a model whose base layers are at the provider.
+"""This module makes the PEFT model of an adapter: a model whose base layers are at the provider, with the adapter on
+it.
 
-The store of adapters (tenant_sdk/serving/adapters) and this module read an adapter by the same code, `OpenAdapter`, and
-refuse the same files for the same reasons. This module also takes the kinds and settings of PEFT that the store does
-not serve.
+The adapter's files are read in tenant_sdk/serving/adapters/files.py, for this module as for the store of adapters, so
+that both refuse the same files for the same reasons. This module also takes the kinds and settings of PEFT that the
+store does not serve.
 
 Guarantees:
 - every tensor of an adapter's file is used, and every layer that its settings name has its tensors; else the adapter is
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 import os
 import time
@@ -41,11 +41,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from runtime.loading import loading
-from tenant_sdk.adapter_folder import adapter_folder
 from tenant_sdk.kinds.refused import check_loadable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.plain_values import positive
+from tenant_sdk.plain_values import adapter_folder, positive
 from tenant_sdk.serving.adapters.files import (
     LoraFile,
     ModuleFile,
@@ -53,10 +52,8 @@ from tenant_sdk.serving.adapters.files import (
     OtherFile,
     Stamp,
     StoredTensor,
-    is_settled,
-    stamp_of,
+    opened_by_user,
 )
-from tenant_sdk.serving.adapters.folder import opened_by_user
 from tenant_sdk.serving.adapters.peft_modules import Layer, ShapeChecks, config_of, no_compiler
 from tenant_sdk.serving.adapters.peft_settings import MAX_SIZE
 from tenant_sdk.serving.adapters.targets import (
@@ -118,35 +115,26 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
             session.loaded = None
             session.loaded = (None, session.load_model())
         return session.loaded[1]
-    with opened_by_user(adapter_folder(adapter)) as files:
+    with opened_by_user(adapter_folder(adapter)) as opened:
         known = session.loaded
-        if known is not None and isinstance(known[0], _Identity) and _is_same(known[0], files):
-            session.loaded = (_Identity(stamp_of(*files), known[0].digest), known[1])
+        if known is not None and isinstance(known[0], _Identity) and _is_same(known[0], opened):
+            session.loaded = (_Identity(opened.stamp, known[0].digest), known[1])
             return known[1]
         session.loaded = None
         del known  # the old model's memory is free before the new model takes its own
         model: Any = session.load_model()
-        opened = OpenAdapter(str(adapter), *files, base_of(model, remedy=_REMEDY), _memory_bytes())
-        made = _with_adapter(model, str(adapter), opened)
+        made = _with_adapter(model, opened)
         session.loaded = (_Identity(opened.stamp, opened.digest()), made)
     return session.loaded[1]
 
 
-def _is_same(known: _Identity, files: tuple[int, int]) -> bool:
-    """Returns whether open files are those of a known adapter: by their stamp if it can be relied on, else by their
+def _is_same(known: _Identity, opened: OpenAdapter) -> bool:
+    """Returns whether an adapter is a known one: by the stamp of its files if it can be relied on, else by their
     contents, as in the store."""
-    stamp = stamp_of(*files)
-    if is_settled(stamp) and stamp == known.stamp:
+    if opened.settled_stamp == known.stamp:
         return True
-    if [each[2] for each in stamp] != [each[2] for each in known.stamp]:  # the sizes
-        return False
-    digest = hashlib.sha256()
-    for file in files:
-        offset = 0
-        while piece := os.pread(file, 1 << 20, offset):
-            digest.update(piece)
-            offset += len(piece)
-    return digest.hexdigest() == known.digest and stamp_of(*files) == stamp
+    same_sizes = [each[2] for each in opened.stamp] == [each[2] for each in known.stamp]
+    return same_sizes and opened.has_digest(known.digest)
 
 
 def _memory_bytes() -> int:
@@ -154,18 +142,19 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _with_adapter(model: Any, name: str, opened: OpenAdapter) -> Any:
-    """Returns a model with an adapter on it, whose files are open.
+def _with_adapter(model: Any, opened: OpenAdapter) -> Any:
+    """Returns a model with an adapter on it.
 
     Raises:
         ConfigurationError: the adapter cannot be used.
     """
+    name, base = opened.name, base_of(model, remedy=_REMEDY)
     with loading(), no_compiler():
-        settings = opened.settings()
+        settings = opened.settings(base, _memory_bytes())
         check_loadable(name, _peft_config(name, settings))
-        contents = opened.contents
+        contents = opened.check(base, _memory_bytes())
         config = _checked_config(model, name, settings, contents)
-        tensors = _tensors(name, opened, contents)
+        tensors = _tensors(opened, contents)
         num_bytes = sum(each.numel() * each.itemsize for each in tensors.values())
         made = _injected(model, name, config, contents, max(_INJECTION_BYTES, 8 * num_bytes))
         copied = copied_base_layer(made)
@@ -240,7 +229,7 @@ def _check_used(name: str, made: Any, tensors: Mapping[str, torch.Tensor]) -> No
         )
 
 
-def _tensors(name: str, opened: OpenAdapter, contents: LoraFile | ModuleFile | OtherFile) -> dict[str, torch.Tensor]:
+def _tensors(opened: OpenAdapter, contents: LoraFile | ModuleFile | OtherFile) -> dict[str, torch.Tensor]:
     """Reads an adapter's numbers, by the names that PEFT writes today.
 
     Raises:
@@ -254,7 +243,7 @@ def _tensors(name: str, opened: OpenAdapter, contents: LoraFile | ModuleFile | O
     opened.digest()  # raises an error if the files have changed
     for key, numbers in read.items():
         if numbers.is_floating_point() and not bool(torch.isfinite(numbers).all()):
-            raise ConfigurationError(f"the adapter {name} holds NaN or infinite numbers, in {ascii(key)[:100]}")
+            raise ConfigurationError(f"the adapter {opened.name} holds NaN or infinite numbers, in {ascii(key)[:100]}")
     return read
 
 

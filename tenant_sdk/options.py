@@ -1,0 +1,167 @@
+"""This module makes keyword arguments, flags and a table in the docs from a dataclass, so that each option is written
+once.
+
+The dataclass is frozen, each of its fields has what `told` returns as its metadata, and the docstring describes each
+field under "Attributes". A TypedDict of the same fields gives them to type checkers, as `**options: Unpack[Keywords]`.
+Such dataclasses are `FinetuneOptions` (training/settings.py), `RequestOptions` and `StoreOptions`
+(serving/settings.py).
+
+Importing this module does not load torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from runtime.command_line import nearest
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Options = TypeVar("_Options")
+
+
+def told(
+    meaning: str, group: str = "", *, flag: str = "", shown: str = "", unit: str = "", page: str = "", kind: Any = None,
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what is told about an option, as the metadata of its field.
+
+    Args:
+        meaning: a line on the option, for `--help` and the table in the docs.
+        group: the heading under which `--help` lists the flag.
+        flag: the flag, if it is not the option's name.
+        shown: the default as it is shown, if that is not the value.
+        unit: what the flag's value is called, if not by its type.
+        page: the page of docs/ with more on it.
+        kind: the type of the flag's value for typer, such as int or list[str]; None for an option without a flag, and
+            for one whose flag is made elsewhere.
+        more: what else the module of the dataclass tells about its options.
+    """
+    common = {"meaning": meaning, "group": group, "flag": flag, "shown": shown, "unit": unit, "page": page}
+    return {**common, "kind": kind, **more}
+
+
+def from_keywords(kind: type[_Options], given: Mapping[str, Any], method: str) -> _Options:
+    """Returns the options that keyword arguments name, and defaults for the others.
+
+    Args:
+        kind: the dataclass.
+        given: the keyword arguments.
+        method: the name of the method that got them, for the error.
+
+    Raises:
+        TypeError: there is no such option; the text names the nearest one.
+    """
+    known = option_names(kind)
+    for name in given:
+        if name not in known:
+            meant = nearest(name, known)
+            advice = "" if meant is None else f": did you mean {meant}?"
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{advice}")
+    return kind(**given)
+
+
+def option_names(kind: Any) -> tuple[str, ...]:
+    """Returns the names of a dataclass's options."""
+    return tuple(each.name for each in dataclasses.fields(kind))
+
+
+def takes_options(kind: Any) -> Callable[[_Method], _Method]:
+    """Returns a decorator that gives a method whose keyword arguments are a dataclass's options their signature, and
+    their part of its docstring, so that `help` and `inspect` show what type checkers know."""
+
+    def decorate(method: _Method) -> _Method:
+        signature = inspect.signature(method)
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+            for each in dataclasses.fields(kind)
+        ]
+        method.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        if method.__doc__ and kind.__doc__:  # neither is there with python -OO
+            described = inspect.cleandoc(kind.__doc__).split("Attributes:\n")[1]
+
+            def indented(here: re.Match[str]) -> str:
+                return "\n".join(here[1][4:] + line if line else line for line in described.split("\n"))
+
+            # The line of a docstring whose place the options' descriptions take.
+            line = rf"(?m)^( *)\*\*options: those of `{kind.__name__}`\.$"
+            method.__doc__, num_found = re.subn(line, indented, method.__doc__)
+            if num_found != 1:
+                raise ValueError(f"expected a line **options in the docstring of {method.__qualname__}")
+        return method
+
+    return decorate
+
+
+def takes_flags(kind: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator that gives a typer command a flag for each option of a dataclass that tells its `kind`. The
+    command gets those that are given, by their names, in a dictionary as its keyword argument `options`."""
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(run, eval_str=True)
+        own = [each for each in signature.parameters.values() if each.name != "options"]
+        made = [each for each in dataclasses.fields(kind) if each.metadata["kind"] is not None]
+
+        def command(**given: Any) -> None:
+            values = {each.name: given.pop(each.name) for each in made}
+            run(**given, options={name: value for name, value in values.items() if value not in (None, [])})
+
+        command.__name__, command.__doc__ = run.__name__, run.__doc__
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *map(_flag, made))]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def flag_of(option: dataclasses.Field[Any]) -> str:
+    """Returns the flag of an option."""
+    return str(option.metadata["flag"]) or f"--{option.name.replace('_', '-')}"
+
+
+def _flag(option: dataclasses.Field[Any]) -> inspect.Parameter:
+    tells, shown = option.metadata, shown_default(option)
+    flag, meaning = flag_of(option), str(tells["meaning"])
+    made = typer.Option(
+        f"{flag}/--no-{flag.removeprefix('--')}" if tells["kind"] is bool else flag,
+        help=f"{meaning[0].upper()}{meaning[1:]}.",
+        metavar=tells["unit"] or None,
+        rich_help_panel=tells["group"] or None,
+        show_default=False if shown in ("", "none", "off") else shown,
+    )
+    kind: Any = tells["kind"] | None
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, made]
+    )
+
+
+def shown_default(option: dataclasses.Field[Any]) -> str:
+    """Returns an option's default as help and docs show it; an empty text if there is none."""
+    if option.metadata["shown"]:
+        return str(option.metadata["shown"])
+    if option.default in (None, (), ""):
+        return ""
+    return {True: "on", False: "off"}[option.default] if isinstance(option.default, bool) else str(option.default)
+
+
+def options_table(kind: Any, flags: bool = True) -> str:
+    """Returns the table of a dataclass's options for the docs.
+
+    Args:
+        kind: the dataclass.
+        flags: whether the table has a column of flags.
+    """
+    heads = ["option", *(["flag"] if flags else []), "default", "meaning"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for each in dataclasses.fields(kind):
+        page = f" ([{each.metadata['page']}]({each.metadata['page']}))" if each.metadata["page"] else ""
+        flag = f"`{flag_of(each)}`" if each.metadata["kind"] is not None else ""
+        cells = [f"`{each.name}`", *([flag] if flags else []), shown_default(each), f"{each.metadata['meaning']}{page}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(re.sub(r" +", " ", line) for line in lines)
