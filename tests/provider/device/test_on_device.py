@@ -4,7 +4,6 @@ GPU, without streams. Tests that take the `replica` run on a GPU as well if ther
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,13 @@ from provider.device import on_device
 from provider.device.on_device import FLOAT_ROWS, Multiply, OnDevice
 from provider.device.weights import Moved
 from provider.embedded import ModelOnDevice, serve_in_process
-from provider.engine.executor import Executor, Job
+from provider.engine.executor import Executor
 from provider.engine.profile import latency_model
 from provider.engine.replica import RETRY_S, ReplicaLost
 from provider.model.served_group import ServedGroup
 from provider.model.served_model import ServedModel
 from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import RequestClass
 from provider.shards.worker import product_of
 from tests.support.cuda_devices import cpu_and
 from tests.support.executor_gate import Answer
@@ -394,9 +392,8 @@ def test_a_revival_ends_with_the_provider(served_model: ServedModel) -> None:
 
 
 def submitted(executor: Executor, rows: torch.Tensor) -> Answer:
-    answer = Answer()
-    answer.job = Job(FORWARD, rows, "acme", RequestClass.FINETUNE, time.monotonic() + 60, answer.take, 64)
-    executor.submit(answer.job)
+    answer = Answer(rows, FORWARD, "acme")
+    executor.submit(answer.request)
     return answer
 
 
