@@ -15,11 +15,10 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import grpc
 import torch
 
 from wire import frame
@@ -37,8 +36,7 @@ from wire.errors import (
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header
 from wire.limits import MAX_DEADLINE_MS, Limits, deadline_s
 from wire.payload import Payload
-from wire.transport.connection import Traffic
-from wire.transport.grpc_stream import MessageStream
+from wire.transport.connection import MessageStream, Traffic
 
 if TYPE_CHECKING:
     from wire.gpu_window.memory import Area
@@ -106,7 +104,6 @@ class Multiplexer:
         stream: MessageStream,
         limits: Limits,
         traffic: Traffic,
-        translate: Callable[[grpc.RpcError, bool], VeilbaseError],
         window: TenantWindow | None = None,
     ) -> None:
         """Sends HELLO and starts the watchdog and the listener.
@@ -115,12 +112,10 @@ class Multiplexer:
             stream: a stream that was just opened and that nothing else uses.
             limits: the limits in the manifest.
             traffic: counts what crosses.
-            translate: returns this side's error for a gRPC status; its second argument says whether the provider had
-                sent WELCOME.
             window: memory that both ends share, for large requests; None if there is none.
         """
         self._window = window
-        self._stream, self._limits, self._traffic, self._translate = stream, limits, traffic, translate
+        self._stream, self._limits, self._traffic = stream, limits, traffic
         self._requests: dict[int, Request] = {}
         # The lock is reentrant: a signal handler may call `close` in a thread that already holds the lock.
         self._lock = threading.RLock()
@@ -133,7 +128,7 @@ class Multiplexer:
         self._ids = itertools.count(1)
         self.failure: VeilbaseError | None = None
         self._ended, self._is_idle = threading.Event(), threading.Event()
-        # The handshake has a deadline of its own; gRPC has none for a stream that is meant to live long.
+        # The handshake has a deadline of its own; a transport has none for a stream that is meant to live long.
         self._welcome = Request(self, 0, _WELCOME, 0, 0, 0)
         self._welcome.expires_at = time.monotonic() + HANDSHAKE_S
         self._requests[0] = self._welcome
@@ -196,10 +191,8 @@ class Multiplexer:
                 self._take(*frame.parse(message))
         except EOFError:
             self.fail(Unavailable(_ENDED))
-        except grpc.RpcError as exc:
-            self.fail(self._translate(exc, isinstance(self._welcome.outcome, torch.Tensor)))
         except VeilbaseError as exc:
-            self.fail(exc)
+            self.fail(exc.with_traceback(None))  # The failure is kept, and a traceback would keep this object and rows.
         except (KeyboardInterrupt, SystemExit):
             self.fail(Unavailable("the reading thread was interrupted"))
             raise
@@ -251,7 +244,7 @@ class Multiplexer:
             request.settle(DeadlineExceeded(f"no complete answer to request {request.request_id} within its deadline"))
             self._stream.send(Header(FrameType.CANCEL, request.request_id).pack())
         # `_leader` is read after `settle`, so that a thread that begins to lead now sees the outcome. The reader thread
-        # is inside gRPC's read, which has no timeout: only the end of the stream frees that thread.
+        # is inside the stream's `step`, which has no timeout: only the end of the stream frees that thread.
         if self._leader is request or self._makes_room:
             self._stream.close()
 

@@ -17,14 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import grpc
-
-from wire.errors import ConfigurationError, ForkedConnection, Unavailable, VeilbaseError
+from wire.errors import ConfigurationError, ForkedConnection, Unavailable
 from wire.frame import Call
 from wire.manifest import Manifest
 from wire.payload import Payload
-from wire.transport.connection import Pending, Traffic
-from wire.transport.grpc_stream import MessageStream
+from wire.transport.connection import MessageStream, Pending, Traffic
 from wire.transport.multiplexer import Multiplexer
 from wire.transport.retry import RetriedRequest
 
@@ -78,10 +75,6 @@ class StreamConnection(ABC):
         return None
 
     @abstractmethod
-    def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
-        """Returns the error of wire/errors.py for what gRPC raised on a stream; see `Multiplexer`."""
-
-    @abstractmethod
     def _drop(self) -> None:
         """Closes what is open besides the stream, so that the next call opens it anew."""
 
@@ -130,9 +123,7 @@ class StreamConnection(ABC):
                 if self._stream is not None:
                     self._drop()
                 raw = self._open_raw_stream(begun_with)
-                self._stream = stream = Multiplexer(
-                    raw, begun_with.limits, self.traffic, self._translate, self._take_window()
-                )
+                self._stream = stream = Multiplexer(raw, begun_with.limits, self.traffic, self._take_window())
                 try:
                     stream.wait_welcome()
                     self._check_same_weights(begun_with)
