@@ -23,7 +23,6 @@ from wire.manifest import Manifest
 from wire.payload import Payload
 from wire.transport.connection import MessageStream, Pending, Traffic
 from wire.transport.multiplexer import Multiplexer
-from wire.transport.retry import RetriedRequest
 
 if TYPE_CHECKING:
     from wire.transport.ipc.window import TenantWindow
@@ -105,7 +104,7 @@ class StreamConnection(ABC):
         """Sends one request on the stream; see `Connection.submit`."""
         self._check_usable()
         payload.check(call)
-        return RetriedRequest(self._usable_stream(), call, payload, reply_cols)
+        return self._usable_stream().submit(call, payload, reply_cols)
 
     def reconnect(self) -> None:
         """Opens a stream if there is none or it is broken; see `Connection.reconnect`."""
