@@ -415,7 +415,8 @@ class RemoteGroup:
             whole = mine.view(*x.shape[:-1], mine.shape[1])
             return whole if has_gradient else whole.detach()  # detached for the same reason as in `products`
         if not is_alone:
-            others = [None if other == index else part for other, part in enumerate(parts)]
+            others: list[torch.Tensor | None] = list(parts)
+            others[index] = None
             self._local.shared = _Shared(weakref.ref(x), x._version, context, others) if tracked else None
         return mine
 
