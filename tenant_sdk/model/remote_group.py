@@ -117,9 +117,11 @@ class RemoteExecutor:
             if rows.shape[0] == 1 and not staging.is_here(rows) and self.scheme.arithmetic is Arithmetic.RING:
                 # A row's product on the CPU takes the short way of `RowEncoder`; no kernel of a device is started.
                 with staging.on_host(rows) as here:
-                    product = self._unmasked(self._ask(group, direction, here, state), here).to(rows.device)
+                    product = self._unmasked(self._ask(self.scheme, group, direction, here, state), here).to(
+                        rows.device
+                    )
             else:
-                product = self._unmasked(self._ask(group, direction, rows, state), rows)
+                product = self._unmasked(self._ask(self.scheme, group, direction, rows, state), rows)
             return state.product_of(rows, product)
         except Exception:
             self._check_honest()
@@ -144,7 +146,7 @@ class RemoteExecutor:
         with self.in_session(), torch.autocast(calls[0][1].device.type, enabled=False):
             state = states.current
             given = [(group, rows.to(torch.float32)) for group, rows in calls]
-            asked = [self._ask(group, Direction.FORWARD, rows, state) for group, rows in given]
+            asked = [self._ask(self.scheme, group, Direction.FORWARD, rows, state) for group, rows in given]
             products = [self._unmasked(each, rows) for each, (_, rows) in zip(asked, given, strict=True)]
             return [state.product_of(rows, product) for product, (_, rows) in zip(products, given, strict=True)]
 
@@ -157,10 +159,13 @@ class RemoteExecutor:
         """
         with self.in_session(), torch.autocast(rows.device.type, enabled=False):
             rows = rows.to(torch.float32)
-            return self._unmasked(self._ask(group, direction, rows, None), rows)
+            unmasked = Off(self.scheme.arithmetic)
+            return self._unmasked(self._ask(unmasked, group, direction, rows, NO_MODEL.current), rows)
 
-    def _ask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, state: RunState | None) -> list[_Asked]:
-        """Sends the rows of a call, in as many requests as the limits need: masked, or as they are without a state.
+    def _ask(
+        self, scheme: MaskScheme, group: GroupSpec, direction: Direction, rows: torch.Tensor, state: RunState
+    ) -> list[_Asked]:
+        """Masks the rows of a call and sends them, in as many requests as the limits need.
 
         Raises:
             NotFinite: the rows are not all finite, and the run may stop; no mask slot (one row of a mask) was used.
@@ -172,16 +177,14 @@ class RemoteExecutor:
         asked: list[_Asked] = []
         for part in [rows] if rows.shape[0] <= most else rows.split(most):
             masked = None
-            if state is None:
-                masked = Off(self.scheme.arithmetic).mask(group, direction, part)
-            elif not state.sends_zeros:
+            if not state.sends_zeros:
                 try:
-                    masked = self.scheme.mask(group, direction, part)
+                    masked = scheme.mask(group, direction, part)
                 except NotFinite:  # the scheme has used no slot
                     if state.may_stop:
                         raise
             if masked is None:  # here no error is being handled, which would hold the rows
-                masked = self.scheme.mask(group, direction, state.finite_rows(part))
+                masked = scheme.mask(group, direction, state.finite_rows(part))
             asked.append((masked, [self._send(*message, reply_cols) for message in masked.messages]))
         return asked
 
