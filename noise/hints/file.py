@@ -75,7 +75,6 @@ class Layout:
         return -(-self.features // TILE_FEATURES)
 
     def columns(self, tile: int) -> range:
-        """Returns the range of features that a tile holds."""
         return range(tile * TILE_FEATURES, min((tile + 1) * TILE_FEATURES, self.features))
 
     def stored_width(self, tile: int) -> int:

@@ -341,7 +341,6 @@ class HintStore:
             folder.rmdir()
 
     def close(self) -> None:
-        """Drops every hint that is kept in memory."""
         with self._lock:
             self._kept.clear()
 

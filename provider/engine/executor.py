@@ -143,7 +143,6 @@ class Replies:
             request.done(reply)
 
     def fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
-        """Ends the requests of all these tickets with an error."""
         for ticket in tickets:
             try:
                 self.fail(request_of(ticket), error)
@@ -365,7 +364,6 @@ class Executor:
             self._scheduler.cancel(ticket)
 
     def __len__(self) -> int:
-        """Returns the number of requests in the queue."""
         with self._changed:
             return len(self._scheduler)
 

@@ -147,7 +147,6 @@ class RequestTable:
         return self._requests.get(request.header.request_id) is request
 
     def expired(self, now: float) -> list[int]:
-        """Returns the ids of requests whose deadline has passed."""
         with self._lock:
             return [number for number, request in self._requests.items() if now >= request.expires_s]
 

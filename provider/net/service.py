@@ -204,7 +204,6 @@ class ProviderService:
 
     @property
     def queue_depth(self) -> int:
-        """Returns the number of requests in the executor's queues."""
         return len(self._executor)
 
     @property
@@ -225,7 +224,6 @@ class ProviderService:
 
     @property
     def sessions(self) -> list[Session]:
-        """Returns the sessions of all open streams."""
         with self._lock:
             return list(self._sessions)
 

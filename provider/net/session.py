@@ -511,7 +511,6 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether no request is in flight."""
         return self._table.is_idle
 
     def status(self) -> SessionStatus:

@@ -125,7 +125,6 @@ class Monitor:
         return bound
 
     def not_serving(self) -> None:
-        """Makes the health service report NOT_SERVING from now on."""
         if self._servicer is not None:
             self._servicer.enter_graceful_shutdown()
 

@@ -33,7 +33,6 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Returns the numbers of rows and columns of the part."""
         return len(self.rows), len(self.columns)
 
     def of(self, reply: torch.Tensor) -> torch.Tensor:

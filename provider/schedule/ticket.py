@@ -108,7 +108,6 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Returns whether this piece ends with the last row of its request."""
         return self.first_row + self.num_rows == self.ticket.num_rows
 
 
@@ -121,5 +120,4 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows over all pieces."""
         return sum(piece.num_rows for piece in self.pieces)

@@ -100,20 +100,15 @@ class ShardedExecutor:
         self._of_group = [of_group[group] for group in range(len(of_group))]
 
     def submit(self, request: Request) -> None:
-        """Queues a request at the shard that holds its layer group; see `Executor.submit`."""
         self._of_group[request.header.call.group].submit(request)
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
-        """Computes a small product at the shard that holds the call's layer group; see `Executor.compute_here`."""
         return self._of_group[call.group].compute_here(tenant, call, rows)
 
     def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        """Computes the product of one row at the shard that holds the call's layer group; see
-        `Executor.compute_row`."""
         return self._of_group[call.group].compute_row(tenant, call, row, reply)
 
     def cancel(self, request: Request) -> None:
-        """Cancels a request at the shard that holds its layer group; see `Executor.cancel`."""
         self._of_group[request.header.call.group].cancel(request)
 
     def is_idle(self) -> bool:
@@ -122,12 +117,10 @@ class ShardedExecutor:
         return not any(executor.is_busy for executor in self.executors)
 
     def look(self) -> None:
-        """Marks idle replicas of all shards as lost if they are no longer alive; see `Executor.look`."""
         for executor in self.executors:
             executor.look()
 
     def __len__(self) -> int:
-        """Returns the number of requests in the queues of all shards."""
         return sum(map(len, self.executors))
 
     @property

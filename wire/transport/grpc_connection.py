@@ -190,7 +190,6 @@ class GrpcStream:
         self._call = rpc(iter(self._outgoing.get, None), wait_for_ready=False)
 
     def send(self, message: bytes | memoryview) -> None:
-        """Queues a message to be sent; see `MessageStream.send`."""
         self._outgoing.put(bytes(message))
 
     @property
@@ -216,7 +215,6 @@ class GrpcStream:
         raise error  # Here it has no context, which would be gRPC's call, with a text of the peer's.
 
     def is_active(self) -> bool:
-        """Tells whether the RPC is active; see `MessageStream.is_active`."""
         return bool(self._call.is_active())
 
     def close(self) -> None:

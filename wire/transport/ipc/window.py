@@ -110,7 +110,6 @@ class TenantWindow:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the window."""
         return self.memory.size
 
     @property
