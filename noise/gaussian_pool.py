@@ -79,7 +79,6 @@ class GaussianPool:
         self._effect_path: EffectPath | None = None
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Stores the function that asks the provider for products without the bias; effects are computed with it."""
         self._effect_path = effect_path
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:

@@ -106,7 +106,6 @@ class RowsPayload:
         return self._here
 
     def rows_on(self, device: torch.device) -> torch.Tensor | None:
-        """Returns the rows if they are on that device, else None."""
         return self._rows if self._rows.device == device else None
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:

@@ -268,7 +268,6 @@ class StoreWriter:
         self._layers[name] = entry
 
     def add_blob(self, name: str, content: bytes) -> None:
-        """Adds bytes with a name."""
         self._blobs[name] = self._aligned(content), len(content)
 
     def _aligned(self, content: bytes | memoryview) -> int:

@@ -158,7 +158,6 @@ class ActorReplica:
 
     @property
     def can_return(self) -> bool:
-        """Returns whether Ray may still start the actor again."""
         return not self._is_closed and not self._is_given_up
 
     def revive(self, is_over: threading.Event) -> bool:

@@ -213,7 +213,6 @@ class DeviceStream:
         self._let_go()
 
     def synchronize(self) -> None:
-        """Waits until the device has done what was started on this stream."""
         if self._cuda is not None:
             self._cuda.synchronize()
 

@@ -108,7 +108,6 @@ class ServedModel:
         return_freed_memory()
 
     def close(self) -> None:
-        """Closes the recording of requests and replies, if there is one."""
         if self._recorder is not None:
             self._recorder.close()
 

@@ -111,7 +111,6 @@ class ColumnSlices:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns how many bytes this rank's weights take."""
         return self._narrow.weight_bytes
 
     def adds(self, call: Call) -> bool:

@@ -39,7 +39,6 @@ class _Done:
     reply: torch.Tensor
 
     def result(self) -> torch.Tensor:
-        """Returns the reply, which `submit` has computed already."""
         return self.reply
 
 

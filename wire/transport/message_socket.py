@@ -283,7 +283,6 @@ class MessageSocket(ABC):
         raise MalformedFrame(self._fault)
 
     def _end_body(self) -> None:
-        """Adds the large message to the messages if it is complete."""
         if self._body is not None and self._filled == len(self._body):
             self._messages.append(self._body)
             self._body = None

@@ -279,7 +279,6 @@ class TlsSocket(MessageSocket):
             self._read_all()  # Messages may have come with the end of the handshake.
 
     def peer_certificate(self) -> bytes:
-        """Returns the peer's certificate in DER; its chain and dates have been verified."""
         return self._tls.getpeercert(binary_form=True) or b""
 
     def _as_sent(self, plain: bytes | memoryview) -> memoryview:

@@ -47,7 +47,6 @@ class ClearSocket(MessageSocket):
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
 
     def peer_certificate(self) -> bytes:
-        """Returns the certificate that the peer showed in the handshake, in DER."""
         return self._certificate
 
     def send(self, message: bytes | memoryview) -> None:

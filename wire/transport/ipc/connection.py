@@ -116,7 +116,6 @@ class IpcConnection(StreamConnection):
 
     @property
     def window(self) -> TenantWindow | None:
-        """Returns the window of the newest stream, or None if it has none."""
         return self._window
 
     def _take_window(self) -> TenantWindow | None:

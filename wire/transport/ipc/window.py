@@ -114,7 +114,6 @@ class TenantWindow:
 
     @property
     def free_bytes(self) -> int:
-        """Returns how many bytes no request uses."""
         return self.areas.free_bytes
 
 
