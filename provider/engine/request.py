@@ -72,16 +72,17 @@ class Request:
         """The rows while the request is queued or computed; None before `complete` and after `end`."""
         self.reply: torch.Tensor | None = None
         """The whole reply while it waits to be sent."""
-        self._unfinished: torch.Tensor | None = None
-        self._placed: dict[int, int] = {}
-        """Maps the first row of each piece that was copied into `_unfinished` to the piece's number of rows."""
-        self._lock = threading.Lock()
         self._done = done
 
     def complete(self, rows: Rows) -> None:
         """Takes the rows, which have all been received, and makes the ticket, so that the request can be queued. The
         present time counts as the time of arrival."""
         header = self.header
+        # A small request that is computed where it is received needs none of this, and should not wait for it.
+        self._lock = threading.Lock()
+        self._unfinished: torch.Tensor | None = None
+        self._placed: dict[int, int] = {}
+        """Maps the first row of each piece that was copied into `_unfinished` to the piece's number of rows."""
         self.ticket = Ticket(
             self.tenant, header.call, header.rows, self.request_class, time.monotonic(), self.expires_s, request=self
         )
