@@ -127,7 +127,7 @@ class SharedTensorPort:
             return messages.reply(header.request_id, code_of(exc)), False
 
     def _product(self, tenant: str, header: Header, rows: Rows, reply_cols: int) -> torch.Tensor:
-        from provider.engine.executor import Job, Outcome
+        from provider.engine.request import Outcome, Request
         from provider.net.session import INLINE_PRODUCTS, INLINE_ROWS
 
         executor, call = self._service._executor, header.call
@@ -138,12 +138,14 @@ class SharedTensorPort:
         if outcome is None:
             done, found = threading.Event(), list[Outcome]()
 
-            def take(made: Outcome) -> None:
+            def take(_request: Request, made: Outcome) -> None:
                 found.append(made)
                 done.set()
 
-            expires_at = time.monotonic() + header.deadline_ms / 1000
-            executor.submit(Job(call, rows, tenant, _class_of(header), expires_at, take, reply_cols))
+            expires_s = time.monotonic() + header.deadline_ms / 1000
+            request = Request(tenant, header, reply_cols, _class_of(header), expires_s, take)
+            request.complete(rows)
+            executor.submit(request)
             if not done.wait(MAX_DEADLINE_MS / 1000):
                 raise RemoteFault("the provider failed while computing")
             outcome = found[0]

@@ -180,7 +180,7 @@ def serve_saving(kind: str) -> None:
     from wire.transport.event_engine import prefer_waiting_in_place
 
     prefer_waiting_in_place()  # must come before anything imports grpc
-    from provider.engine.executor import Job
+    from provider.engine.request import Request
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel
     from provider.model.weights import serve_model
@@ -191,24 +191,25 @@ def serve_saving(kind: str) -> None:
     model = ServedModel(serve_model(load(resolve("smollm2-135m"))))
     saved: dict[tuple[Any, int], Any] = {}
 
-    class SavingJob(Job):
+    class SavingRequest(Request):
         """Keeps the rows of each forward request until the backward request of the same tenant and group.
 
         Tenants are told apart by the thread that reads their stream, because here all have the same name.
         """
 
-        def __init__(self, call: Any, rows: Any, *others: Any) -> None:
-            key = (threading.get_ident(), call.group)
-            if call.direction:
+        def complete(self, rows: Any) -> None:
+            """Takes the rows, and keeps them."""
+            key = (threading.get_ident(), self.header.call.group)
+            if self.header.call.direction:
                 saved.pop(key, None)
             else:
                 saved[key] = rows
-            super().__init__(call, rows, *others)
+            super().complete(rows)
 
     if kind == "saving":
         import provider.net.session
 
-        provider.net.session.Job = SavingJob  # type: ignore[misc]
+        provider.net.session.Request = SavingRequest  # type: ignore[misc]
     server = Server("127.0.0.1", 0, None)
     server.start(model)
     print(server.port, flush=True)

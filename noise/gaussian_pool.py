@@ -79,7 +79,6 @@ class GaussianPool:
         self._effect_path: EffectPath | None = None
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Stores the function that asks the provider for products without the bias; effects are computed with it."""
         self._effect_path = effect_path
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
@@ -118,14 +117,12 @@ class GaussianPool:
         return _Pool(noise.to(device), effect.to(device))
 
     def describe(self) -> Mapping[str, str]:
-        """Returns a description for the user, which says that nothing is protected."""
         return {
             "scheme": f"gaussian-pool (K={self._pool_size}, sigma={self._sigma}, renewed every {self._renew_every})",
             "assumption": "none holds: the provider has seen every noise vector",
         }
 
     def close(self) -> None:
-        """Drops all noise vectors and effects that are kept in memory."""
         with self._lock:
             self._pools.clear()
 

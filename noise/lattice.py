@@ -133,7 +133,6 @@ class Lattice:
         self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear)
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Stores the function that asks the provider for products without the bias; hints are fetched with it."""
         self._effect_path = effect_path
 
     # ---- one call ---------------------------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ class Off:
         return Masked((Message(call, RowsPayload(encoded)),), unmask)
 
     def describe(self) -> Mapping[str, str]:
-        """Returns a description for the user, which warns that nothing is hidden."""
         return {"scheme": "off", "assumption": "the provider is trusted: it sees every activation and gradient"}
 
     def close(self) -> None:

@@ -95,7 +95,6 @@ class Pad:
         self.pool.prepare(group, direction, num_rows)
 
     def describe(self) -> Mapping[str, str]:
-        """Returns scheme and assumption for the user; see `MaskScheme.describe`."""
         return {
             "scheme": "pad: a one-time pad on every row, its effect computed by the tenant",
             "assumption": "AES-256-CTR, keyed by the operating system for each block, is a pseudorandom generator",

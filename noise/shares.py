@@ -61,7 +61,6 @@ class Shares:
         )
 
     def describe(self) -> Mapping[str, str]:
-        """Returns scheme and assumption for the user; see `MaskScheme.describe`."""
         return {
             "scheme": "shares: rows minus a pseudorandom share to one provider, the share's seed to another",
             "assumption": "the two providers do not collude; AES-256-CTR is a pseudorandom generator",

@@ -180,7 +180,6 @@ class Verifier:
             self._fold = None
 
     def __reduce__(self) -> NoReturn:
-        """Refuses to be pickled or copied."""
         raise TypeError("a verifier holds secrets: it cannot be pickled")
 
 

@@ -198,16 +198,13 @@ class ProviderSettings(_Settings):
 
     @property
     def certificate_names(self) -> list[str]:
-        """Returns the names in the setting `names`, as a list."""
         return [one for one in self.names.split(",") if one]
 
     def check_shards(self) -> None:
-        """Raises ConfigurationError if other hosts were to join as shards."""
         if self.remote_shards is not None:
             raise ConfigurationError(NO_JOINING)
 
     def check_parallel(self) -> None:
-        """Raises ConfigurationError if `parallel` is combined with shards or replicas."""
         if self.parallel != "none" and (self.shards > 1 or self.replicas > 1):
             raise ConfigurationError(
                 "with --parallel all processes make each product, with --shards and --replicas one of them: give one"

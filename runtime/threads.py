@@ -1,5 +1,5 @@
 """This module sets how many cores an operation uses, separately for each thread, and shares the work of one operation
-among threads."""
+among threads (`share`). `Workers` are the threads for this, and for masks (noise/blocks/pool.py)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _local = threading.local()
 
@@ -101,6 +102,36 @@ def _setters() -> tuple[Callable[[int], object], ...]:
     return tuple(found)
 
 
+class Workers:
+    """Runs one kind of work in threads in which a torch operation uses one core. There are as many as the machine has
+    cores. They are started at first use, and anew in a forked child, since threads do not survive a fork.
+
+    Kinds of work that wait for each other's threads have `Workers` of their own.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Starts no thread yet; the threads' names will begin with `name`."""
+        self._name = name
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[..., Result], *given: Any) -> Future[Result]:
+        """Runs `work` with these arguments in one of the threads, once one is free. Raises RuntimeError if the machine
+        has no thread left, or the process is ending."""
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(os.cpu_count() or 1, self._name, use_one_core)
+            executor = self._executor
+        return executor.submit(work, *given)
+
+
+_helpers = Workers("veilbase-products")
+
+
 def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
     """Runs `work` in the calling thread and in helper threads, all with one iterator, so that each item goes to one
     thread.
@@ -125,7 +156,7 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
         # If the machine has no thread left, or the process is ending, there are fewer helpers.
         with contextlib.suppress(RuntimeError):
             for _ in range(num_helpers):
-                helpers.append(_executor().submit(work, queue))
+                helpers.append(_helpers.submit(work, queue))
         work(queue)
     finally:
         deque(queue, maxlen=0)  # After an error, a helper that begins late finds nothing to do.
@@ -133,23 +164,3 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
     for failure in failures:
         if failure is not None:
             raise failure
-
-
-_lock = threading.Lock()
-_made: ThreadPoolExecutor | None = None
-
-
-def _executor() -> ThreadPoolExecutor:
-    global _made
-    with _lock:
-        if _made is None:
-            _made = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="veilbase-products")
-        return _made
-
-
-def _after_fork_in_child() -> None:
-    global _lock, _made
-    _lock, _made = threading.Lock(), None  # Threads do not survive a fork.
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

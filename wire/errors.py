@@ -60,7 +60,7 @@ def printable(text: str, *, one_line: bool = False) -> str:
     """Returns a text for a terminal: each character that a terminal may obey becomes its escape in Python, as `\\x1b`.
 
     Args:
-        text: the text, or a piece of one: whether a character is replaced does not depend on those beside it.
+        text: the text, or a part of one: whether a character is replaced does not depend on those beside it.
         one_line: whether line feeds and tabs are replaced too.
     """
     found = _COMMANDS.sub(lambda match: ascii(match[0])[1:-1], text)

@@ -96,7 +96,6 @@ class RowsPayload:
         return self._rows if self._is_masked and self._rows.dtype == torch.int32 else None
 
     def check(self, call: Call) -> None:
-        """Checks that the dtype is that of the call's arithmetic; see `Payload.check`."""
         frame.check_rows(call, self._rows)
 
     def rows(self, call: Call) -> torch.Tensor:
@@ -107,11 +106,9 @@ class RowsPayload:
         return self._here
 
     def rows_on(self, device: torch.device) -> torch.Tensor | None:
-        """Returns the rows if they are on that device, else None."""
         return self._rows if self._rows.device == device else None
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
-        """Returns the frames to send; see `Payload.frames`."""
         return frame.frames(header, frame.tensor_bytes(self.rows(header.call)))
 
 
@@ -134,7 +131,6 @@ class SeedPayload:
 
     @property
     def num_rows(self) -> int:
-        """Returns how many rows the seed stands for; see `Payload.num_rows`."""
         return self._seeded.num_rows
 
     def check(self, call: Call) -> None:
@@ -142,14 +138,12 @@ class SeedPayload:
         frame.check_rows(call, self._seeded)
 
     def rows(self, call: Call) -> SeededRows:
-        """Returns the seed and its range; see `Payload.rows`."""
         return self._seeded
 
     def rows_on(self, device: torch.device) -> None:
         """Returns None; see `Payload.rows_on`."""
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
-        """Returns the frames to send; see `Payload.frames`."""
         return frame.frames(header, memoryview(self._seeded.pack()))
 
 
@@ -187,7 +181,6 @@ class MessagePayload:
             raise InvalidTensor("expected a seed with a call for a hint")
 
     def rows(self, call: Call) -> torch.Tensor:
-        """Returns the row that this payload holds; see `Payload.rows`."""
         return torch.frombuffer(self.numbers, dtype=frame.DTYPES[call.arithmetic]).view(1, self.cols)
 
     def rows_on(self, device: torch.device) -> None:

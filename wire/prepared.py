@@ -127,7 +127,6 @@ class PreparedStore:
 
     @property
     def layer_names(self) -> frozenset[str]:
-        """Returns the names of all layers in the store."""
         return frozenset(self._layers)
 
     def layer(self, name: str) -> PreparedLayer:
@@ -144,7 +143,6 @@ class PreparedStore:
         )
 
     def blobs(self) -> dict[str, bytes]:
-        """Returns all blobs, by name."""
         return {name: self._mapped[start : start + size] for name, (start, size) in self._blobs.items()}
 
     def _array(self, offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -270,7 +268,6 @@ class StoreWriter:
         self._layers[name] = entry
 
     def add_blob(self, name: str, content: bytes) -> None:
-        """Adds bytes with a name."""
         self._blobs[name] = self._aligned(content), len(content)
 
     def _aligned(self, content: bytes | memoryview) -> int:

@@ -30,14 +30,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
 import torch
 
 from noise.scheme import GroupSpec
-from runtime.threads import all_cores
+from runtime.threads import Workers, all_cores
 from wire.errors import MaskError, MaskReused
 from wire.frame import ITEM_BYTES, Direction
 
@@ -146,6 +146,9 @@ class Slots:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_workers = Workers("veilbase-masks")
+"""The threads that make masks. They are not those that share a product (runtime/threads.py): a block of masks occupies
+them for seconds, and a product does not wait for helpers that are busy."""
 
 
 def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
@@ -172,7 +175,7 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
     try:
         with contextlib.suppress(RuntimeError):  # The machine has no thread left, or the process ends.
             for _ in range(num_workers):
-                pending.append(_executor().submit(run))
+                pending.append(_workers.submit(run))
         if not pending:
             run()
         failures = [exc for exc in (future.exception() for future in pending) if exc is not None]
@@ -189,54 +192,7 @@ def alone(work: Callable[[], Result]) -> Result:
     Threads that torch or MKL start for an operation spin afterwards, on the cores that the pieces of the next step
     need, which costs these pieces a third of their time.
     """
-    return _executor().submit(torch.inference_mode()(work)).result()
-
-
-_lock = threading.Lock()
-_made: ThreadPoolExecutor | None = None
-
-
-def _executor() -> ThreadPoolExecutor:
-    global _made
-    with _lock:
-        if _made is None:
-            _made = _single_threaded(os.cpu_count() or 1)
-        return _made
-
-
-def _single_threaded(num_workers: int) -> ThreadPoolExecutor:
-    """Makes worker threads in which a torch operation uses one thread. Other threads keep their number.
-
-    torch keeps the number for the calling thread and also for the process, for threads that have not computed yet.
-    """
-    before = torch.get_num_threads()
-    all_started = threading.Barrier(num_workers)
-
-    def start() -> None:
-        torch.get_num_threads()  # torch reads the process's number here, and not at the first operation.
-        torch.set_num_threads(1)
-        all_started.wait()
-
-    executor = ThreadPoolExecutor(num_workers, thread_name_prefix="veilbase-masks", initializer=start)
-    try:
-        for _ in range(num_workers):
-            executor.submit(int)
-        # The barrier is passed when every thread has its number; only then is the process's number restored.
-        executor.submit(int).result()
-    except RuntimeError:
-        all_started.abort()  # Otherwise the threads that did start would wait for the others.
-        raise
-    finally:
-        torch.set_num_threads(before)
-    return executor
-
-
-def _after_fork_in_child() -> None:
-    global _lock, _made
-    _lock, _made = threading.Lock(), None  # Threads do not survive a fork.
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+    return _workers.submit(torch.inference_mode()(work)).result()
 
 
 DEFAULT_BYTES, DEFAULT_DEVICE_BYTES = 2 << 30, 512 << 20

@@ -75,7 +75,6 @@ class Layout:
         return -(-self.features // TILE_FEATURES)
 
     def columns(self, tile: int) -> range:
-        """Returns the range of features that a tile holds."""
         return range(tile * TILE_FEATURES, min((tile + 1) * TILE_FEATURES, self.features))
 
     def stored_width(self, tile: int) -> int:
@@ -84,7 +83,6 @@ class Layout:
         return -(-len(self.columns(tile)) // group) * group
 
     def row_bytes(self, tile: int) -> int:
-        """Returns the bytes of one row of a tile."""
         return self.stored_width(tile) * (_WORD_BITS - self.dropped_bits) // 8
 
     def span(self, tile: int, rows: range) -> tuple[int, int]:
@@ -95,7 +93,6 @@ class Layout:
 
     @property
     def file_bytes(self) -> int:
-        """Returns the size of the whole file in bytes."""
         return sum(self.span(self.num_tiles - 1, range(self.rows)))
 
     def header(self, key: Mapping[str, str], verified: bool) -> bytes:
@@ -336,7 +333,6 @@ class PartFile:
                 raise
 
     def __enter__(self) -> PartFile:
-        """Returns this object; `__init__` has opened the file."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -341,7 +341,6 @@ class HintStore:
             folder.rmdir()
 
     def close(self) -> None:
-        """Drops every hint that is kept in memory."""
         with self._lock:
             self._kept.clear()
 
@@ -382,7 +381,6 @@ class _StreamedHint(Hint):
         self._numbers = torch.empty(layout.rows, layout.features, dtype=torch.int32, device="cpu")
 
     def write(self, first_row: int, rows: torch.Tensor) -> None:
-        """Copies `rows` into the hint, starting at row `first_row`."""
         self._numbers[first_row : first_row + rows.shape[0]] = rows
 
     def _load(self, start: int, stop: int) -> torch.Tensor:

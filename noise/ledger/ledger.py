@@ -107,7 +107,6 @@ class Book:
             self.mark = (offset + len(line) + 1, check, num_records + 1)
 
     def damaged(self, number: int) -> ConfigurationError:
-        """Returns the error for a file whose record `number` is damaged."""
         return ConfigurationError(
             f"the ledger {self._name} is damaged at record {number}: move it away, and the next start makes a new one "
             "with new seeds (nothing was sent)"

@@ -77,7 +77,6 @@ class ActorReplica:
         """Returns None, since another process computes the products; see `Replica.row_product`."""
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Computes several products at once in the actor; see `Replica.products`."""
         return together(self.product, call, parts)
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
@@ -159,7 +158,6 @@ class ActorReplica:
 
     @property
     def can_return(self) -> bool:
-        """Returns whether Ray may still start the actor again."""
         return not self._is_closed and not self._is_given_up
 
     def revive(self, is_over: threading.Event) -> bool:

@@ -213,7 +213,6 @@ class DeviceStream:
         self._let_go()
 
     def synchronize(self) -> None:
-        """Waits until the device has done what was started on this stream."""
         if self._cuda is not None:
             self._cuda.synchronize()
 
@@ -251,9 +250,9 @@ class Staging:
         return self._memory[:size].view(dtype).view(num_rows, cols)
 
 
-PIECE_BYTES = 4 << 20
+COPY_BYTES = 4 << 20
 """The most bytes of rows, or of their product, that one copy moves in ring arithmetic. Requests are cut evenly, so
-pieces of large ones have 2 to 4 MiB: enough to fill a link, and small enough for copies and products to overlap."""
+copies of large ones have 2 to 4 MiB: enough to fill a link, and small enough for copies and products to overlap."""
 FLOAT_ROWS = 64
 """The number of rows of every product in float arithmetic. Libraries choose another order of additions for another
 number of rows, so a fixed number makes a row's result independent of its companions."""
@@ -355,9 +354,9 @@ class OnDevice:
         reply = unwritten_tensor(rows.num_rows, reply_cols, torch.int32)
 
         def blocks() -> Iterator[list[RowsAndReply]]:
-            for piece in rows.split(_step(rows.num_rows, max(given, reply_cols))):
-                start = piece.first_row - rows.first_row
-                yield [(piece.expand(given), reply[start : start + piece.num_rows])]
+            for part in rows.split(_step(rows.num_rows, max(given, reply_cols))):
+                start = part.first_row - rows.first_row
+                yield [(part.expand(given), reply[start : start + part.num_rows])]
 
         with self._faults():
             self._run(blocks(), multiply_of(moved, call))
@@ -430,7 +429,6 @@ class OnDevice:
 
     @property
     def is_alive(self) -> bool:
-        """Returns whether the device has worked so far."""
         return not self.is_lost
 
     @property
@@ -473,8 +471,8 @@ class OnDevice:
 
 
 def _step(num_rows: int, widest: int) -> int:
-    """Returns the rows of each piece: even pieces of at most PIECE_BYTES."""
-    most = max(1, PIECE_BYTES // (ITEM_BYTES * widest))
+    """Returns the rows of each copy: even parts of at most COPY_BYTES."""
+    most = max(1, COPY_BYTES // (ITEM_BYTES * widest))
     return max(1, -(-num_rows // max(1, -(-num_rows // most))))
 
 

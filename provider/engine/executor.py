@@ -1,9 +1,8 @@
 """Computes the tenants' requests: worker threads, one for each replica, take batches from the scheduler, compute their
 products and deliver the replies.
 
-`Computes` lists what the streams of tenants need from whatever computes their requests. A `Job` is a request inside the
-executor: its rows, the finished part of its reply, and its callback `done`. `Replies` puts together the reply to each
-request from its products, and calls the callback.
+`Computes` lists what the streams of tenants need from whatever computes their requests. `Replies` puts together the
+reply to each request (provider/engine/request.py) from its products, and calls the request's `done`.
 
 Guarantees: `done` is called exactly once for each request, or not at all if the request is cancelled. If a request is
 invalid, only that request fails; the other requests in its batch succeed. If one callback raises an error, the other
@@ -27,114 +26,33 @@ import torch
 
 from provider.engine.products import all_finite
 from provider.engine.replica import RETRY_S, Replica, ReplicaLost
+from provider.engine.request import Outcome, Request, request_of
 from provider.operations.metrics import Meter
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import Batch, Piece, RequestClass, Ticket
+from provider.schedule.ticket import Batch, Piece, Ticket
 from runtime.threads import use_one_core
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, Unavailable, VeilbaseError
 from wire.frame import DTYPES, Arithmetic, Call
-from wire.ring.buffers import unwritten_like
-from wire.ring.seeded_rows import Rows, SeededRows, count_rows
+from wire.ring.seeded_rows import Rows
 
 
 class Computes(Protocol):
     """Lists the methods that a session calls to have requests computed, by one executor or by several."""
 
-    def submit(self, job: Job) -> None:
-        """Queues a job; `provider.engine.executor.Executor` describes this method and the methods below."""
+    def submit(self, request: Request) -> None:
+        """Queues a request; `provider.engine.executor.Executor` describes this method and the methods below."""
         ...
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None: ...
 
     def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool: ...
 
-    def cancel(self, job: Job) -> None: ...
+    def cancel(self, request: Request) -> None: ...
 
 
-Outcome = torch.Tensor | VeilbaseError
 Completed = Callable[[str, Call, Rows, torch.Tensor | None], None]
 """A callback that is called before a reply is sent, with the tenant's name, the call, all rows of the request, and the
 reply, which is None if the request failed or was cancelled."""
-
-
-class Job:
-    """Holds one request inside the executor until its reply is complete."""
-
-    def __init__(
-        self,
-        call: Call,
-        rows: Rows,
-        tenant: str,
-        request_class: RequestClass,
-        expires_at: float,
-        done: Callable[[Outcome], None],
-        reply_cols: int,
-    ) -> None:
-        """Makes the job and its ticket (the scheduler's record of the request). The present time counts as the time of
-        arrival.
-
-        Args:
-            call, rows, tenant, request_class: the product to compute, its rows, the tenant, and the class of work.
-            expires_at: the request's deadline, in seconds of `time.monotonic`.
-            done: called once with the reply or the error, in any thread; not called if the job is cancelled.
-            reply_cols: the number of columns of the reply.
-        """
-        num_rows = count_rows(rows)
-        self.rows: Rows | None = rows
-        self.reply: torch.Tensor | None = None
-        self._lock = threading.Lock()
-        self._placed: dict[int, int] = {}
-        """Maps the first row of each piece that was copied into `reply` to the piece's number of rows."""
-        self.done, self.reply_cols = done, reply_cols
-        self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
-
-    def place(self, piece: Piece, part: torch.Tensor) -> torch.Tensor | None:
-        """Copies the result of one piece into the reply; several threads may call this at once.
-
-        Returns:
-            The whole reply, for the one call that completed it; None for all other calls.
-        """
-        with self._lock:
-            if self.rows is None:
-                return None  # The job has already ended.
-            if self.reply is None:
-                self.reply = unwritten_like(part, self.ticket.num_rows, part.shape[1], part.dtype)
-            reply = self.reply
-        reply[piece.first_row : piece.first_row + piece.num_rows] = part
-        if part.is_cuda:  # The part's memory may be used by another product's stream as soon as it is let go.
-            torch.cuda.current_stream(part.device).synchronize()
-        with self._lock:
-            if piece.first_row in self._placed:  # The piece was computed twice, because a replica was lost.
-                return None
-            self._placed[piece.first_row] = piece.num_rows
-            return reply if sum(self._placed.values()) == self.ticket.num_rows else None
-
-    def end(self) -> Rows | None:
-        """Ends the job: drops its rows and its unfinished reply.
-
-        Returns:
-            The rows, for the one call that ended the job; None for all other calls.
-        """
-        with self._lock:
-            rows, self.rows, self.reply = self.rows, None, None
-            return rows
-
-
-def job_of(ticket: Ticket) -> Job:
-    """Returns the executor's job for a ticket. The ticket represents a request in the scheduler, and the job represents
-    the same request in the executor. Raises TypeError if the ticket has no job."""
-    job = ticket.job
-    if not isinstance(job, Job):
-        raise TypeError("a ticket of another executor")
-    return job
-
-
-def rows_of(piece: Piece) -> Rows | None:
-    """Returns the rows of one piece of a request, or None if the request has ended, for example by a cancel."""
-    rows = job_of(piece.ticket).rows
-    if isinstance(rows, SeededRows):
-        return SeededRows(rows.seed, rows.first_row + piece.first_row, piece.num_rows)
-    return None if rows is None else rows[piece.first_row : piece.first_row + piece.num_rows]
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -164,12 +82,12 @@ class Replies:
         if self._completed is not None:
             self._completed(tenant, call, rows, reply)
 
-    def cancel(self, job: Job) -> bool:
-        """Takes a job out of the queue and drops the job's rows; returns False if the job had already ended."""
-        self._unqueue(job.ticket)
-        rows = job.end()
+    def cancel(self, request: Request) -> bool:
+        """Takes a request out of the queue and drops its rows; returns False if the request had already ended."""
+        self._unqueue(request.ticket)
+        rows = request.end()
         if rows is not None:
-            self.tell(job.ticket.tenant, job.ticket.call, rows, None)
+            self.tell(request.tenant, request.header.call, rows, None)
         return rows is not None
 
     def is_good(self, piece: Piece, alone: bool) -> bool:
@@ -178,18 +96,18 @@ class Replies:
 
         If the piece is `alone` in its batch, its values are not checked here, since they can harm no other request.
         """
-        job = job_of(piece.ticket)
-        rows = job.rows
+        request = request_of(piece.ticket)
+        rows = request.rows
         if rows is None:
             return False
         if time.monotonic() >= piece.ticket.expires_s:
-            self.fail(job, DeadlineExceeded("the request waited in the queue beyond its deadline"))
+            self.fail(request, DeadlineExceeded("the request waited in the queue beyond its deadline"))
             return False
         if alone or not isinstance(rows, torch.Tensor) or piece.ticket.call.arithmetic is Arithmetic.RING:
             return True
         if all_finite(rows[piece.first_row : piece.first_row + piece.num_rows]):
             return True
-        self.fail(job, InvalidTensor("a row holds NaN or infinity"))
+        self.fail(request, InvalidTensor("a row holds NaN or infinity"))
         return False
 
     def deliver(self, piece: Piece, outcome: Outcome) -> None:
@@ -204,38 +122,37 @@ class Replies:
             self.fail_all([piece.ticket], FAILED)
 
     def _deliver(self, piece: Piece, outcome: Outcome) -> None:
-        job = job_of(piece.ticket)
-        if job.rows is None:
+        request = request_of(piece.ticket)
+        if request.rows is None:
             return  # The request has been cancelled meanwhile.
         if not isinstance(outcome, torch.Tensor):
-            self.fail(job, outcome)
+            self.fail(request, outcome)
             return
-        reply = outcome if piece.num_rows == piece.ticket.num_rows else job.place(piece, outcome)
+        reply = outcome if piece.num_rows == piece.ticket.num_rows else request.place(piece, outcome)
         if reply is not None:
-            self.finish(job, reply)
+            self.finish(request, reply)
 
-    def finish(self, job: Job, reply: torch.Tensor) -> None:
-        """Ends a job and calls the job's `done` with the complete reply; does nothing if the job has already ended."""
-        rows = job.end()
+    def finish(self, request: Request, reply: torch.Tensor) -> None:
+        """Ends a request and calls its `done` with the complete reply; does nothing if it has already ended."""
+        rows = request.end()
         if rows is None:
             return
         try:
-            self.tell(job.ticket.tenant, job.ticket.call, rows, reply)
+            self.tell(request.tenant, request.header.call, rows, reply)
         finally:
-            job.done(reply)
+            request.done(reply)
 
     def fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
-        """Ends the requests of all these tickets (the scheduler's records of requests) with an error."""
         for ticket in tickets:
             try:
-                self.fail(job_of(ticket), error)
+                self.fail(request_of(ticket), error)
             except Exception as exc:  # noqa: BLE001 - the others must be told as well
                 _LOGGER.error("a request could not be told that it failed: %s", type(exc).__name__)
 
-    def fail(self, job: Job, error: VeilbaseError) -> None:
-        """Ends a job and calls the job's `done` with an error, unless the job has already ended."""
-        if self.cancel(job):
-            job.done(error)
+    def fail(self, request: Request, error: VeilbaseError) -> None:
+        """Ends a request and calls its `done` with an error, unless it has already ended."""
+        if self.cancel(request):
+            request.done(error)
 
 
 _Made = TypeVar("_Made")
@@ -324,29 +241,25 @@ class Executor:
 
     # ---- taking requests ------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
-        """Queues a job. A job without rows gets an empty reply at once; any other job fails at once if all replicas are
-        lost."""
-        if job.ticket.num_rows == 0:
-            self._answer_empty(job)
+    def submit(self, request: Request) -> None:
+        """Queues a complete request. One without rows gets an empty reply at once, for which no replica is needed; any
+        other fails at once if all replicas are lost."""
+        if request.header.rows == 0:
+            dtype = DTYPES[request.header.call.arithmetic]
+            self._replies.finish(request, torch.empty(0, request.reply_cols, dtype=dtype, device="cpu"))
             return
         with self._changed:
             error = self._none_left()
             if error is None:
-                self._scheduler.add(job.ticket, time.monotonic())
+                self._scheduler.add(request.ticket, time.monotonic())
                 self._changed.notify_all()  # All runners are woken, since a single woken runner might be a busy one.
         if error is not None:
-            self._replies.fail(job, error)
-
-    def _answer_empty(self, job: Job) -> None:
-        """Finishes a request without rows with an empty reply, which needs no replica."""
-        dtype = DTYPES[job.ticket.call.arithmetic]
-        self._replies.finish(job, torch.empty(0, job.reply_cols, dtype=dtype, device="cpu"))
+            self._replies.fail(request, error)
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """Computes a small request in the calling thread on one core; returns None if it should be queued instead.
 
-        It creates no Job, which saves time, since a decode step has about a hundred such requests. With a latency
+        It makes no ticket, which saves time, since a decode step has about a hundred such requests. With a latency
         target, one such request may run while a replica whose `can_share` is true computes a large product.
         """
         outcome = self._make_here(tenant, call, lambda replica: replica.product(call, rows))
@@ -442,16 +355,15 @@ class Executor:
         self._meter.inline(call.group, now_s - began_s)
         self._charge(tenant, now_s - began_s if beside_s is None else beside_s)
 
-    def cancel(self, job: Job) -> None:
-        """Cancels a job: takes the job out of the queue and drops the job's rows."""
-        self._replies.cancel(job)
+    def cancel(self, request: Request) -> None:
+        """Takes a request out of the queue and drops its rows."""
+        self._replies.cancel(request)
 
     def _unqueue(self, ticket: Ticket) -> None:
         with self._changed:
             self._scheduler.cancel(ticket)
 
     def __len__(self) -> int:
-        """Returns the number of requests in the queue."""
         with self._changed:
             return len(self._scheduler)
 
@@ -591,7 +503,7 @@ class Executor:
         seconds are None unless one product computed all rows of the batch.
         """
         pieces = [piece for piece in batch.pieces if self._replies.is_good(piece, alone=len(batch.pieces) == 1)]
-        parts = [(piece, rows) for piece in pieces if (rows := rows_of(piece)) is not None]
+        parts = [(piece, rows) for piece in pieces if (rows := request_of(piece.ticket).rows_of(piece)) is not None]
         if not parts:
             return [], None
         began_s, beside_s = time.monotonic(), self._beside_s

@@ -142,10 +142,10 @@ def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, featu
     reply = torch.empty(rows.num_rows, reply_features, dtype=torch.int32, device="cpu")
     # Per number of a row: 4 bytes and four 1-byte limbs. Per number of the reply: four int32 sums.
     row_bytes = 8 * features + 16 * reply_features
-    for piece in rows.split(max(1, HINT_SCRATCH_BYTES // row_bytes)):
-        start = piece.first_row - rows.first_row
-        numbers = piece.expand(features)[:, columns.start : columns.stop]
-        reply[start : start + piece.num_rows] = coding.product(numbers, weight)
+    for part in rows.split(max(1, HINT_SCRATCH_BYTES // row_bytes)):
+        start = part.first_row - rows.first_row
+        numbers = part.expand(features)[:, columns.start : columns.stop]
+        reply[start : start + part.num_rows] = coding.product(numbers, weight)
     return reply
 
 

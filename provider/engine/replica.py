@@ -122,7 +122,6 @@ class Here:
         self.products: Products = products or partial(together, product)
 
     def revive(self, is_over: threading.Event) -> bool:
-        """Returns False; this replica is never lost."""
         return False
 
     def close(self) -> None:

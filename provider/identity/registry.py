@@ -48,7 +48,6 @@ class TenantRecord(BaseModel):
     certificates are refused now."""
 
     def is_live(self, now: datetime) -> bool:
-        """Returns whether the certificate is neither revoked nor expired."""
         return self.revoked_at is None and now < self.not_after
 
 

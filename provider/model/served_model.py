@@ -42,15 +42,12 @@ class ServedModel:
         self._recorder = recorder
 
     def manifest(self) -> Manifest:
-        """Returns the manifest, which describes the model to tenants."""
         return self.served.manifest
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Yields the chunks of one bundle file; see `provider.model.bundle.Bundle.read`."""
         return self.served.bundle.read(file_name)
 
     def check(self, call: Call, cols: int) -> int:
-        """Checks a call and returns the number of columns of the reply; see `provider.engine.products.check_call`."""
         return products.check_call(self.served, call, cols)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
@@ -84,7 +81,6 @@ class ServedModel:
 
     @property
     def is_recording(self) -> bool:
-        """Returns whether there is a recorder."""
         return self._recorder is not None
 
     def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
@@ -112,7 +108,6 @@ class ServedModel:
         return_freed_memory()
 
     def close(self) -> None:
-        """Closes the recording of requests and replies, if there is one."""
         if self._recorder is not None:
             self._recorder.close()
 

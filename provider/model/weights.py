@@ -44,7 +44,6 @@ class PreparedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns the size of all weights in memory, in bytes."""
         return sum(group.weight_bytes for group in self.groups)
 
 

@@ -60,7 +60,6 @@ class Calls:
             return True
 
     def leave(self, caller: str) -> None:
-        """Subtracts one ended call from a caller's count."""
         with self._lock:
             self._open[caller] -= 1
             if self._open[caller] <= 0:
@@ -200,7 +199,6 @@ class TenantAdmission:
         return now_s - self._trained_at_s < TRAINING_S
 
     def trained(self, now_s: float) -> None:
-        """Records that the tenant sent a gradient at `now_s`."""
         self._trained_at_s = now_s
 
     def release(self, request_class: RequestClass, num_rows: int, num_bytes: int) -> None:

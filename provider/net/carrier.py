@@ -1,10 +1,7 @@
-"""Carries the frames of one session over one connection, until one side ends.
+"""Carries the frames of one session over one connection of the tensor port or of this host, in the connection's own
+thread, until one side ends. (provider/net/service.py carries those of gRPC streams.)
 
-`carry` serves a connection outside gRPC, in the connection's own thread. `carry_rpc` serves a gRPC stream, for tenants
-that cannot reach the tensor port. It uses grpc's public interface only: a new thread receives messages, and the RPC's
-own thread sends.
-
-Guarantees of `carry`: a tenant that disconnects or does not read its replies does not slow other tenants down. A tenant
+Guarantees: a tenant that disconnects or does not read its replies does not slow other tenants down. A tenant
 that reads nothing for five minutes while bytes wait to be sent to it is disconnected.
 """
 
@@ -15,9 +12,6 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Iterator
-
-import grpc
 
 from provider.net.ports import LINGER_S
 from provider.net.session import Session
@@ -175,36 +169,3 @@ class _Carrier:
         while self._is_reading and (message := self._connection.next_message()) is not None:
             self._is_reading = self._session.receive(message)
             self._send()
-
-
-def carry_rpc(session: Session, messages: Iterator[bytes]) -> Iterator[bytes]:
-    """Hands received messages to a session, and yields the session's frames, until one side ends.
-
-    Args:
-        session: a new session.
-        messages: the RPC's received messages, which a new thread reads.
-
-    Yields:
-        The frames to send.
-    """
-    wake = threading.Event()
-    session.notify = wake.set
-    threading.Thread(target=_read, args=(session, messages), name="veilbase-requests", daemon=True).start()
-    try:
-        while not session.is_over:
-            wake.wait()
-            wake.clear()
-            while (message := session.next_frame()) is not None:
-                yield bytes(message)
-    finally:
-        session.stop_sending()
-
-
-def _read(session: Session, messages: Iterator[bytes]) -> None:
-    try:
-        for message in messages:
-            if not session.receive(message):
-                return
-        session.end_input()
-    except grpc.RpcError:
-        session.close()  # The tenant has disconnected.

@@ -187,7 +187,6 @@ class StreamPort:
             self._places.release()
 
     def _refuse(self, connection: MessageSocket, error: VeilbaseError) -> None:
-        """Sends an error about the whole stream, and ends the connection."""
         with contextlib.suppress(OSError):
             connection.send(error_frame(0, error))
             connection.finish(LINGER_S)
@@ -348,7 +347,6 @@ class IpcPort(StreamPort):
         return listener
 
     def start(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
-        """Starts a thread that accepts connections; see `TensorPort.start`."""
         self.accept(lambda plain: provider_handshake(plain, context()), serve, "veilbase-ipc")
 
     def _refuse(self, connection: MessageSocket, error: VeilbaseError) -> None:

@@ -31,52 +31,19 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from provider.engine.executor import Job
+from provider.engine.request import Request
 from provider.net.admission import TenantAdmission
 from provider.operations.usage import TenantUsage
 from provider.schedule.quota import FULL_RETRY_S
 from provider.schedule.ticket import RequestClass, allowed_by, class_of
 from wire import frame
 from wire.errors import QuotaExceeded, Unavailable, VeilbaseError, code_of
-from wire.frame import Assembler, Direction, FrameType, Header
-from wire.gpu_window.memory import Area
+from wire.frame import Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS
 
 MAX_REQUESTS = 1 << 14
 """The most requests of a stream in flight, and the most replies and errors that wait to be sent. A bound on bytes alone
 would not stop requests without rows from piling up."""
-
-
-class Request:
-    """Holds a request in flight: its header, the chunks received so far, and then its job or its reply."""
-
-    def __init__(
-        self,
-        header: Header,
-        reply_cols: int,
-        held_bytes: int,
-        request_class: RequestClass,
-        expires_at: float,
-        area: Area | None = None,
-    ) -> None:
-        """Makes a request of which no chunk has been received yet.
-
-        Args:
-            header: the header of the request's first frame.
-            reply_cols: the number of columns of the reply.
-            held_bytes: the bytes of the request and its reply together.
-            request_class: the class that the request counts as.
-            expires_at: the deadline, in seconds of `time.monotonic`.
-            area: the request's place in the stream's window; None if its rows come in frames.
-        """
-        self.area = area
-        self.header, self.reply_cols, self.held_bytes = header, reply_cols, held_bytes
-        self.reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
-        self.request_class, self.expires_at = request_class, expires_at
-        self.assembler: Assembler | None = Assembler(header)
-        """Joins the request's chunks into rows; None once all chunks are received."""
-        self.job: Job | None = None
-        self.reply: torch.Tensor | None = None
 
 
 class RequestTable:
@@ -86,7 +53,7 @@ class RequestTable:
         self,
         max_in_flight_bytes: int,
         admission: TenantAdmission,
-        cancel: Callable[[Job], None],
+        cancel: Callable[[Request], None],
         most_requests: int = MAX_REQUESTS,
     ) -> None:
         """Makes an empty table of requests.
@@ -94,7 +61,7 @@ class RequestTable:
         Args:
             max_in_flight_bytes: the most bytes of the stream's requests and their replies together.
             admission: the tenant's quota, which all streams of the tenant share.
-            cancel: called to take a job out of the executor.
+            cancel: called to take a request out of the executor.
             most_requests: the most requests in flight.
         """
         self._max_bytes, self._most_requests = max_in_flight_bytes, most_requests
@@ -180,9 +147,8 @@ class RequestTable:
         return self._requests.get(request.header.request_id) is request
 
     def expired(self, now: float) -> list[int]:
-        """Returns the ids of requests whose deadline has passed."""
         with self._lock:
-            return [number for number, request in self._requests.items() if now >= request.expires_at]
+            return [number for number, request in self._requests.items() if now >= request.expires_s]
 
     @property
     def is_idle(self) -> bool:
@@ -198,7 +164,7 @@ class RequestTable:
     # ---- forgetting -------------------------------------------------------------------------------------------------
 
     def forget(self, request_id: int, then: Callable[[], object] | None = None) -> bool:
-        """Drops a request with its reply, takes the request's job out of the executor, and releases its quota.
+        """Drops a request with its reply, takes it out of the executor, and releases its quota.
 
         Args:
             request_id: the id of the request.
@@ -217,8 +183,8 @@ class RequestTable:
                 then()
         self._admission.release(request.request_class, request.header.rows, request.held_bytes)
         request.reply = None
-        if request.job is not None:
-            self._cancel(request.job)
+        if request.rows is not None:  # It is queued, or computed.
+            self._cancel(request)
         return True
 
     def forget_unfinished(self) -> None:

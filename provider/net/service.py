@@ -27,7 +27,7 @@ import grpc
 from provider.identity.revocations import RegistryUnreadable, RevocationList
 from provider.model.served_model import ServedModel
 from provider.net.admission import Access, AccessCheck, Admission, Calls
-from provider.net.carrier import carry, carry_rpc
+from provider.net.carrier import carry
 from provider.net.ports import LINGER_S
 from provider.net.session import HANDSHAKE_S, STOPPING, SWEEP_S, ServiceStatus, Session
 from provider.net.windows import Given, Window, Windows
@@ -85,6 +85,40 @@ def send_file(connection: MessageSocket, chunks: Iterable[bytes], total_bytes: i
                 raise TimeoutError("the tenant did not read a file in time")
             connection.wait_to_send(left)
     connection.finish(linger_s)
+
+
+def carry_rpc(session: Session, messages: Iterator[bytes]) -> Iterator[bytes]:
+    """Hands the received messages of a gRPC stream to a session, and yields the session's frames, until one side ends.
+    A tenant that cannot reach the tensor port has such a stream. The calling thread, which is the RPC's own, sends.
+
+    Args:
+        session: a new session.
+        messages: the RPC's received messages, which a new thread reads.
+
+    Yields:
+        The frames to send.
+    """
+    wake = threading.Event()
+    session.notify = wake.set
+    threading.Thread(target=_read, args=(session, messages), name="veilbase-requests", daemon=True).start()
+    try:
+        while not session.is_over:
+            wake.wait()
+            wake.clear()
+            while (message := session.next_frame()) is not None:
+                yield bytes(message)
+    finally:
+        session.stop_sending()
+
+
+def _read(session: Session, messages: Iterator[bytes]) -> None:
+    try:
+        for message in messages:
+            if not session.receive(message):
+                return
+        session.end_input()
+    except grpc.RpcError:
+        session.close()  # The tenant has disconnected.
 
 
 SERVICE_NAME = "veilbase.v1.Provider"
@@ -170,7 +204,6 @@ class ProviderService:
 
     @property
     def queue_depth(self) -> int:
-        """Returns the number of requests in the executor's queues."""
         return len(self._executor)
 
     @property
@@ -191,7 +224,6 @@ class ProviderService:
 
     @property
     def sessions(self) -> list[Session]:
-        """Returns the sessions of all open streams."""
         with self._lock:
             return list(self._sessions)
 

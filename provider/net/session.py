@@ -28,10 +28,11 @@ from dataclasses import dataclass
 
 import torch
 
-from provider.engine.executor import FAILED, Computes, Job, Outcome
+from provider.engine.executor import FAILED, Computes
+from provider.engine.request import Outcome, Request
 from provider.identity.revocations import RegistryUnreadable
 from provider.net.admission import UNREADABLE, TenantAdmission
-from provider.net.requests import MAX_REQUESTS, Outbox, Request, RequestTable, error_frame
+from provider.net.requests import MAX_REQUESTS, Outbox, RequestTable, error_frame
 from provider.net.windows import Window
 from provider.operations.logs import RefusalLog
 from provider.operations.usage import TenantUsage
@@ -309,14 +310,16 @@ class Session:
         reply_cols = self._check_shape(header)
         area = self._area_of(header, payload, reply_cols)
         held = header.total_bytes + header.rows * reply_cols * frame.ITEM_BYTES
-        expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
+        expires_s = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
         request_class = self._table.class_of(header, now)
         # A row is computed outside the table only if nothing waits to be sent. Otherwise replies to a tenant that does
         # not read would pile up without being counted.
         is_row = area is None and _is_whole_row(header, payload, request_class, reply_cols) and self._outbox.is_empty
-        request = None if is_row else Request(header, reply_cols, held, request_class, expires_at, area)
+        request = None
+        if not is_row:
+            request = Request(self.tenant, header, reply_cols, request_class, expires_s, self._answer, area)
         self._table.admit(header, request_class, held, now, request)
-        return request or self._answer_row(header, payload, reply_cols, held, expires_at)
+        return request or self._answer_row(header, payload, reply_cols, held, expires_s)
 
     def _check_shape(self, header: Header) -> int:
         """Checks the shape that a header announces against the limits; returns the number of columns of the reply."""
@@ -346,7 +349,7 @@ class Session:
     # ---- computing --------------------------------------------------------------------------------------------------
 
     def _answer_row(
-        self, header: Header, row: memoryview, reply_cols: int, held: int, expires_at: float
+        self, header: Header, row: memoryview, reply_cols: int, held: int, expires_s: float
     ) -> Request | None:
         """Computes a single admitted row in this thread, without putting it into the table.
 
@@ -365,7 +368,7 @@ class Session:
             elif isinstance(outcome, VeilbaseError):
                 self._fail(header.request_id, outcome, is_admitted=False)
             else:
-                request = Request(header, reply_cols, held, RequestClass.DECODE, expires_at)
+                request = Request(self.tenant, header, reply_cols, RequestClass.DECODE, expires_s, self._answer)
                 is_kept = self._table.keep_row(request)
                 return request if is_kept else None
         finally:
@@ -384,15 +387,9 @@ class Session:
             if outcome is not None:
                 self._answer(request, outcome)
                 return
-
-        def done(outcome: Outcome) -> None:
-            self._answer(request, outcome)
-
-        job = request.job = Job(
-            call, rows, self.tenant, request.request_class, request.expires_at, done, request.reply_cols
-        )
+        request.complete(rows)
         if self._table.has(request):  # Otherwise the request was cancelled, or the stream has ended.
-            self._executor.submit(job)
+            self._executor.submit(request)
 
     def _answer(self, request: Request, outcome: Outcome) -> None:
         if not self._table.has(request):
@@ -492,7 +489,7 @@ class Session:
         """Drops all requests and ends the stream. Any thread may call this, even repeatedly."""
         self._table.close()
         self._outbox.end()
-        self._window = None  # Jobs and callbacks still refer to this session, and would keep a GPU's memory mapped.
+        self._window = None  # Requests still refer to this session, and would keep a GPU's memory mapped.
 
     # ---- frames that go, and what is here ---------------------------------------------------------------------------
 
@@ -514,7 +511,6 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether no request is in flight."""
         return self._table.is_idle
 
     def status(self) -> SessionStatus:

@@ -176,7 +176,6 @@ class Windows:
 
     @property
     def num_open(self) -> int:
-        """Returns the number of windows of open streams."""
         with self._lock:
             return len(self._open)
 

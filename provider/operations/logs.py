@@ -46,7 +46,6 @@ class TextFormatter(logging.Formatter):
     record has."""
 
     def __init__(self) -> None:
-        """Sets the format of the line."""
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:

@@ -9,6 +9,7 @@ requests go on: a counter is locked only while it is copied.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import http.server
 import socket
 import socketserver
@@ -125,7 +126,6 @@ class Monitor:
         return bound
 
     def not_serving(self) -> None:
-        """Makes the health service report NOT_SERVING from now on."""
         if self._servicer is not None:
             self._servicer.enter_graceful_shutdown()
 
@@ -163,17 +163,24 @@ def read_metrics(folder: Path) -> str:
 
     Raises:
         ConfigurationError: the provider's socket in the directory cannot be reached, which normally means that no
-            provider is running with it; or nothing came for `_TIMEOUT_S` seconds.
+            provider is running with it; or nothing came for `_TIMEOUT_S` seconds; or what came is not the metrics.
     """
+    connection = http.client.HTTPConnection("localhost")
     try:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(_TIMEOUT_S)
             client.connect(str(folder / SOCKET_NAME))
-            client.sendall(f"GET {METRICS_PATH} HTTP/1.0\r\n\r\n".encode())
-            parts = list(iter(lambda: client.recv(1 << 16), b""))
+            connection.sock = client
+            connection.request("GET", METRICS_PATH)
+            answer = connection.getresponse()
+            body = answer.read()
     except OSError as exc:
         raise ConfigurationError(f"no provider is running with the state directory {str(folder)!r}") from exc
-    return b"".join(parts).partition(b"\r\n\r\n")[2].decode()
+    except http.client.HTTPException:
+        raise ConfigurationError(f"{folder / SOCKET_NAME} does not answer as a provider does: restart it") from None
+    if answer.status != http.HTTPStatus.OK:
+        raise ConfigurationError(f"the provider has no metrics (status {answer.status}): its log says why")
+    return body.decode()
 
 
 def _answers(path: Path) -> bool:

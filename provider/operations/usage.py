@@ -101,7 +101,6 @@ class TenantUsage:
             self._seconds += seconds
 
     def failed(self, code: WireCode) -> None:
-        """Counts a request that was refused or failed."""
         with self._lock:
             self._errors[code.name] += 1
 

@@ -99,7 +99,6 @@ class Ranks:
         return tensor
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Sends a tensor to rank 0."""
         with together():
             dist.send(tensor, 0, group=self.group)
 

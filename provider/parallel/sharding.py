@@ -33,7 +33,6 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Returns the numbers of rows and columns of the part."""
         return len(self.rows), len(self.columns)
 
     def of(self, reply: torch.Tensor) -> torch.Tensor:
@@ -112,7 +111,6 @@ class ColumnSlices:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns how many bytes this rank's weights take."""
         return self._narrow.weight_bytes
 
     def adds(self, call: Call) -> bool:

@@ -39,7 +39,6 @@ class ParallelModel(ServedModel):
         self._dispatcher = dispatcher
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Computes one product on all ranks; see `Dispatcher`."""
         return self._dispatcher(call, rows)
 
     def row_product(self, call: Call) -> None:

@@ -239,5 +239,4 @@ class TenantRing:
         return tenants[winner]
 
     def _credit(self, tenant: str) -> float:
-        """Returns the credit that a tenant gets in one round."""
         return self.quantum * self._weight_of(tenant)

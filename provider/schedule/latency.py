@@ -109,5 +109,4 @@ class LatencyModel:
         return 0.0, self._rate() * self._products_per_row(call)
 
     def _rate(self) -> float:
-        """Returns the mean seconds per multiplication over all measured products."""
         return self._all.seconds / self._all.rows if self._all.rows else _FIRST_RATE

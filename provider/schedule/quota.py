@@ -111,7 +111,6 @@ class SharedRoom:
             return True
 
     def give_back(self, amount: int) -> None:
-        """Gives back an amount that was taken."""
         with self._lock:
             self._used -= amount
 

@@ -79,7 +79,7 @@ class Ticket:
         arrived_s, expires_s: times of arrival and deadline, in seconds of the scheduler's clock.
         due_s: the time until which the request may be held; set by the scheduler.
         rows_taken: the number of rows that are in batches so far.
-        job: the executor's job of this request; the scheduler does not use it.
+        request: the request that the ticket stands for; the scheduler does not use it.
     """
 
     tenant: str
@@ -90,7 +90,7 @@ class Ticket:
     expires_s: float = float("inf")
     due_s: float = 0.0
     rows_taken: int = 0
-    job: object = field(default=None, repr=False)
+    request: object = field(default=None, repr=False)
 
     @property
     def rows_left(self) -> int:
@@ -108,7 +108,6 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Returns whether this piece ends with the last row of its request."""
         return self.first_row + self.num_rows == self.ticket.num_rows
 
 
@@ -121,5 +120,4 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of rows over all pieces."""
         return sum(piece.num_rows for piece in self.pieces)

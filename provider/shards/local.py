@@ -43,7 +43,6 @@ class StartedShards(Generic[AnyReplica]):
         """For each shard, in order of their numbers, the shard's replicas that were started."""
 
     def close(self) -> None:
-        """Ends all replicas, and waits until they have ended."""
         self._ending.close()
 
 

@@ -134,7 +134,6 @@ class ShardProcess:
         """Returns None, since another process computes the products; see `Replica.row_product`."""
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Computes several products at once in the process; see `Replica.products`."""
         return together(self.product, call, parts)
 
     def _product(self, call: Call, rows: Rows) -> torch.Tensor:

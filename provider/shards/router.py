@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from provider.engine.executor import Completed, Executor, Job, Outcome
+from provider.engine.executor import Completed, Executor
 from provider.engine.replica import Replica
+from provider.engine.request import Outcome, Request
 from provider.operations.metrics import Meter
 from provider.schedule.scheduler import Scheduler
 from wire.errors import ConfigurationError, VeilbaseError
@@ -98,22 +99,17 @@ class ShardedExecutor:
         of_group = {group: executor for shard, executor in pairs for group in shard.groups}
         self._of_group = [of_group[group] for group in range(len(of_group))]
 
-    def submit(self, job: Job) -> None:
-        """Queues a job at the shard that holds the job's layer group; see `Executor.submit`."""
-        self._of_group[job.ticket.call.group].submit(job)
+    def submit(self, request: Request) -> None:
+        self._of_group[request.header.call.group].submit(request)
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
-        """Computes a small product at the shard that holds the call's layer group; see `Executor.compute_here`."""
         return self._of_group[call.group].compute_here(tenant, call, rows)
 
     def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        """Computes the product of one row at the shard that holds the call's layer group; see
-        `Executor.compute_row`."""
         return self._of_group[call.group].compute_row(tenant, call, row, reply)
 
-    def cancel(self, job: Job) -> None:
-        """Cancels a job at the shard that holds the job's layer group; see `Executor.cancel`."""
-        self._of_group[job.ticket.call.group].cancel(job)
+    def cancel(self, request: Request) -> None:
+        self._of_group[request.header.call.group].cancel(request)
 
     def is_idle(self) -> bool:
         """Returns True if, at all shards, no product is being computed and no request waits. The result may be out of
@@ -121,12 +117,10 @@ class ShardedExecutor:
         return not any(executor.is_busy for executor in self.executors)
 
     def look(self) -> None:
-        """Marks idle replicas of all shards as lost if they are no longer alive; see `Executor.look`."""
         for executor in self.executors:
             executor.look()
 
     def __len__(self) -> int:
-        """Returns the number of requests in the queues of all shards."""
         return sum(map(len, self.executors))
 
     @property

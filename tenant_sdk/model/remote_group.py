@@ -24,7 +24,7 @@ import torch
 
 from noise import staging
 from noise.off import Off
-from noise.scheme import GroupSpec, Masked, MaskScheme, Message
+from noise.scheme import GroupSpec, Masked, MaskScheme
 from noise.verify import FAILED, Verifier
 from tenant_sdk.model.run_state import NO_MODEL, PROVIDER, RunState, RunStates
 from wire.errors import InvalidTensor, NotFinite, VerificationFailed
@@ -56,7 +56,7 @@ class RemoteExecutor:
         self.scheme = scheme
         self._limits = limits
         self._verifier = verifier
-        scheme.bind(self._effect)
+        scheme.bind(lambda call, payload, reply_cols: self._send(call, payload, 0, reply_cols))
 
     @contextlib.contextmanager
     def in_session(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class RemoteExecutor:
         Args:
             group: the group whose weight is used.
             direction: FORWARD or BACKWARD.
-            rows: float32, shape (num_rows, request columns), any device.
+            rows: shape (num_rows, request columns), any float dtype and device.
             states: the model's run states; this thread's says what becomes of values that are not finite.
 
         Returns:
@@ -101,6 +101,10 @@ class RemoteExecutor:
         Raises:
             VeilbaseError: the product could not be computed or failed its check.
         """
+        if torch.is_autocast_enabled(rows.device.type):
+            with torch.autocast(rows.device.type, enabled=False):
+                return self.run(group, direction, rows, states)
+        rows = rows.to(torch.float32)
         request_cols, reply_cols = group.widths(direction)
         if rows.shape[1] != request_cols:
             raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
@@ -113,9 +117,11 @@ class RemoteExecutor:
             if rows.shape[0] == 1 and not staging.is_here(rows) and self.scheme.arithmetic is Arithmetic.RING:
                 # A row's product on the CPU takes the short way of `RowEncoder`; no kernel of a device is started.
                 with staging.on_host(rows) as here:
-                    product = self._unmasked(self._ask(group, direction, here, state), here).to(rows.device)
+                    product = self._unmasked(self._ask(self.scheme, group, direction, here, state), here).to(
+                        rows.device
+                    )
             else:
-                product = self._unmasked(self._ask(group, direction, rows, state), rows)
+                product = self._unmasked(self._ask(self.scheme, group, direction, rows, state), rows)
             return state.product_of(rows, product)
         except Exception:
             self._check_honest()
@@ -128,18 +134,21 @@ class RemoteExecutor:
         reply is waited for, so that a provider far away delays them only once.
 
         Args:
-            calls: the groups, each with its rows, as for `run`.
+            calls: the groups, each with its rows, as for `run`; all rows are on one device.
             states: as for `run`.
 
         Raises:
             VeilbaseError: a product could not be computed or failed its check.
         """
+        if not calls:
+            return []
         states.before_call()
-        with self.in_session():
+        with self.in_session(), torch.autocast(calls[0][1].device.type, enabled=False):
             state = states.current
-            asked = [self._ask(group, Direction.FORWARD, rows, state) for group, rows in calls]
-            products = [self._unmasked(each, rows) for each, (_, rows) in zip(asked, calls, strict=True)]
-            return [state.product_of(rows, product) for product, (_, rows) in zip(products, calls, strict=True)]
+            given = [(group, rows.to(torch.float32)) for group, rows in calls]
+            asked = [self._ask(self.scheme, group, Direction.FORWARD, rows, state) for group, rows in given]
+            products = [self._unmasked(each, rows) for each, (_, rows) in zip(asked, given, strict=True)]
+            return [state.product_of(rows, product) for product, (_, rows) in zip(products, given, strict=True)]
 
     def run_public(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
         """Returns the product of rows that are public, which are sent without a mask, in the form that `run` returns.
@@ -148,20 +157,35 @@ class RemoteExecutor:
             group, direction, rows: as for `run`. The rows are constants, or follow from constants and from earlier
                 replies to such rows alone; all are finite. tenant_sdk/kinds/products.py says what this is for.
         """
-        with self.in_session():
-            return self._unmasked(self._ask(group, direction, rows, None), rows)
+        with self.in_session(), torch.autocast(rows.device.type, enabled=False):
+            rows = rows.to(torch.float32)
+            unmasked = Off(self.scheme.arithmetic)
+            return self._unmasked(self._ask(unmasked, group, direction, rows, NO_MODEL.current), rows)
 
-    def _ask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, state: RunState | None) -> list[_Asked]:
-        """Sends the rows of a call, in as many requests as the limits need: masked, or as they are without a state."""
+    def _ask(
+        self, scheme: MaskScheme, group: GroupSpec, direction: Direction, rows: torch.Tensor, state: RunState
+    ) -> list[_Asked]:
+        """Masks the rows of a call and sends them, in as many requests as the limits need.
+
+        Raises:
+            NotFinite: the rows are not all finite, and the run may stop; no mask slot (one row of a mask) was used.
+        """
         request_cols, reply_cols = group.widths(direction)
-        most_rows = self._rows_per_request(request_cols, reply_cols)
+        limits, both = self._limits, (request_cols + reply_cols) * ITEM_BYTES
+        widest = max(request_cols, reply_cols) * ITEM_BYTES
+        most = max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
         asked: list[_Asked] = []
-        for part in [rows] if rows.shape[0] <= most_rows else rows.split(most_rows):
-            if state is None:
-                masked = Off(self.scheme.arithmetic).mask(group, direction, part)
-            else:
-                masked = masked_rows(self.scheme, group, direction, part, state)
-            asked.append((masked, [self._send(message, reply_cols) for message in masked.messages]))
+        for part in [rows] if rows.shape[0] <= most else rows.split(most):
+            masked = None
+            if not state.sends_zeros:
+                try:
+                    masked = scheme.mask(group, direction, part)
+                except NotFinite:  # the scheme has used no slot
+                    if state.may_stop:
+                        raise
+            if masked is None:  # here no error is being handled, which would hold the rows
+                masked = scheme.mask(group, direction, state.finite_rows(part))
+            asked.append((masked, [self._send(*message, reply_cols) for message in masked.messages]))
         return asked
 
     def _unmasked(self, asked: list[_Asked], like: torch.Tensor) -> torch.Tensor:
@@ -172,15 +196,10 @@ class RemoteExecutor:
             parts.append(masked.unmask(replies if like.is_cpu else [reply.to(like.device) for reply in replies]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _rows_per_request(self, request_cols: int, reply_cols: int) -> int:
-        limits = self._limits
-        widest = max(request_cols, reply_cols) * ITEM_BYTES
-        both = (request_cols + reply_cols) * ITEM_BYTES
-        return max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
-
-    def _send(self, message: Message, reply_cols: int) -> Pending:
+    def _send(self, call: Call, payload: Payload, provider: int, reply_cols: int) -> Pending:
+        """Sends one message, of a call or of a mask that needs an effect. Every message of a session leaves here, and
+        with `verify` every reply is checked before any other code gets it."""
         self._check_honest()  # the thread that makes masks also sends here; an inproc: connection is never closed
-        call, payload, provider = message
         pending = self._connections[provider].submit(call, payload, reply_cols)
         return pending if self._verifier is None else _Checked(pending, call, payload, self)
 
@@ -210,9 +229,6 @@ class RemoteExecutor:
         for connection in self._connections:
             connection.close()
 
-    def _effect(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
-        return self._send(Message(call, payload), reply_cols)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExecutor:
         """Returns this same executor, since a copied model uses the same connection."""
         return self
@@ -220,30 +236,6 @@ class RemoteExecutor:
     def __reduce__(self) -> NoReturn:
         """Raises TypeError, so that this object is never pickled."""
         raise TypeError("a remote executor holds secrets and connections: it cannot be pickled")
-
-
-def masked_rows(
-    scheme: MaskScheme, group: GroupSpec, direction: Direction, rows: torch.Tensor, state: RunState
-) -> Masked:
-    """Returns the masked messages of a call's rows, or of the rows that the run sends in place of rows that are not
-    finite.
-
-    Args:
-        scheme: the mask. If it raises `NotFinite`, it has used no mask slot (one row of a mask).
-        group, direction, rows: as for `RemoteExecutor.run`.
-        state: the state of the run that the call belongs to.
-
-    Raises:
-        NotFinite: the rows are not all finite, and the run may stop.
-    """
-    if state.sends_zeros:
-        return scheme.mask(group, direction, torch.zeros_like(rows))
-    try:
-        return scheme.mask(group, direction, rows)
-    except NotFinite:
-        if state.may_stop:
-            raise
-    return scheme.mask(group, direction, state.finite_rows(rows))
 
 
 @dataclass(frozen=True)
@@ -296,13 +288,6 @@ _Context = tuple[bool, torch.dtype]
 """The type of the conditions under which outputs can be shared: whether they need a gradient, and their dtype."""
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype:
-    """Returns the output dtype of a local linear layer: autocast's dtype if autocast is on, otherwise the input's
-    dtype."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 @dataclass
 class _Shared:
     """Holds the input of a group's last call, and the outputs that some of the group's layers have not taken yet."""
@@ -343,28 +328,20 @@ class RemoteGroup:
         return self._executor.scheme.arithmetic is Arithmetic.FLOAT
 
     def run(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the product that `RemoteExecutor.run` gives, computed in float32 with autocast off."""
-        kind = rows.device.type
-        if not torch.is_autocast_enabled(kind):
-            return self._executor.run(self.spec, direction, rows.to(torch.float32), self.run_states)
-        with torch.autocast(kind, enabled=False):
-            return self._executor.run(self.spec, direction, rows.to(torch.float32), self.run_states)
+        """Returns the product that `RemoteExecutor.run` gives."""
+        return self._executor.run(self.spec, direction, rows, self.run_states)
 
     @staticmethod
     def run_together(calls: Sequence[tuple[RemoteGroup, torch.Tensor]]) -> list[torch.Tensor]:
-        """Returns the products that `RemoteExecutor.run_together` gives for groups of one model, computed in float32
-        with autocast off."""
+        """Returns the products that `RemoteExecutor.run_together` gives for groups of one model."""
         if not calls:
             return []
-        first, rows = calls[0]
-        with torch.autocast(rows.device.type, enabled=False):
-            given = [(group.spec, rows.to(torch.float32)) for group, rows in calls]
-            return first._executor.run_together(given, first.run_states)
+        first = calls[0][0]
+        return first._executor.run_together([(group.spec, rows) for group, rows in calls], first.run_states)
 
     def run_public(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the product that `RemoteExecutor.run_public` gives, computed in float32 with autocast off."""
-        with torch.autocast(rows.device.type, enabled=False):
-            return self._executor.run_public(self.spec, direction, rows.to(torch.float32))
+        """Returns the product that `RemoteExecutor.run_public` gives."""
+        return self._executor.run_public(self.spec, direction, rows)
 
     def products(self, x: torch.Tensor, out_dtype: torch.dtype, may_share: bool = False) -> tuple[torch.Tensor, ...]:
         """Returns the output of each layer of the group, without a gradient, from the source of this thread's products
@@ -381,12 +358,12 @@ class RemoteGroup:
         """
         rows, source = x.detach().reshape(-1, x.shape[-1]), self.run_states.current.source
         if source is PROVIDER:
-            product = self.run(Direction.FORWARD, rows).to(out_dtype)
+            product = self._executor.run(self.spec, Direction.FORWARD, rows, self.run_states).to(out_dtype)
         else:
             given = source.given((rows.shape[0], self.spec.out_features))
             if given is None:
                 with torch._C.DisableTorchFunction():  # masks and checks multiply too: no mode may keep what they use
-                    given = self.run(Direction.FORWARD, rows).to(out_dtype)
+                    given = self._executor.run(self.spec, Direction.FORWARD, rows, self.run_states).to(out_dtype)
                 source.keep(given)
             product = given.to(device=x.device, dtype=out_dtype)
         if len(self.member_features) == 1:
@@ -400,54 +377,51 @@ class RemoteGroup:
             return tuple(part.detach() for part in parts)  # a part of one row is contiguous and overlaps no other part
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
-    def _outputs(self, x: torch.Tensor, context: _Context) -> tuple[torch.Tensor, ...]:
-        has_gradient, out_dtype = context
-        if has_gradient:
-            parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, self, out_dtype))  # type: ignore[no-untyped-call]
-        else:
-            parts = self.products(x, out_dtype, may_share=not torch.is_grad_enabled())
-        if x.dim() == 2 or len(parts) > 1:
-            return parts
-        whole = parts[0].view(*x.shape[:-1], parts[0].shape[1])
-        return (whole if has_gradient else whole.detach(),)  # detached for the same reason as in `products`
-
-    def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
+    def output(self, index: int, x: torch.Tensor, is_alone: bool = False) -> torch.Tensor:
         """Returns the output of the group's layer number `index`.
 
         Args:
             index: the layer's number in the group, from 0.
             x: shape (..., in_features), any float dtype and device.
+            is_alone: whether the output comes from a call of its own, which neither uses nor replaces the outputs that
+                the members share.
 
         Returns:
             shape (..., out_features of the member), in the dtype of a local layer's output; `provider_adds_bias` says
             whether the provider's bias is included.
         """
-        context = (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x))
-        if len(self.member_features) == 1:
-            return self._outputs(x, context)[0]
-        shared: _Shared | None = getattr(self._local, "shared", None)
+        kind, has_gradient = x.device.type, torch.is_grad_enabled() and x.requires_grad
+        out_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        context = has_gradient, out_dtype
+        num_members = len(self.member_features)
         tracked = not x.is_inference()  # inference tensors have no version count, so nothing shows a change
-        if (
-            tracked
-            and shared is not None
-            and shared.source() is x
-            and shared.version == x._version
-            and shared.context == context
-        ):
-            found = shared.outputs[index]
-            if found is not None:
-                shared.outputs[index] = None
-                return found
-        outputs: list[torch.Tensor | None] = list(self._outputs(x, context))
-        mine = cast(torch.Tensor, outputs[index])
-        outputs[index] = None
-        self._local.shared = _Shared(weakref.ref(x), x._version, context, outputs) if tracked else None
+        if num_members > 1 and tracked and not is_alone:
+            shared: _Shared | None = getattr(self._local, "shared", None)
+            if (
+                shared is not None
+                and shared.source() is x
+                and shared.version == x._version
+                and shared.context == context
+            ):
+                found = shared.outputs[index]
+                if found is not None:
+                    shared.outputs[index] = None
+                    return found
+        if has_gradient:
+            parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, self, out_dtype))  # type: ignore[no-untyped-call]
+        else:
+            parts = self.products(x, out_dtype, may_share=not torch.is_grad_enabled())
+        mine = parts[index]
+        if num_members == 1:
+            if x.dim() == 2:
+                return mine
+            whole = mine.view(*x.shape[:-1], mine.shape[1])
+            return whole if has_gradient else whole.detach()  # detached for the same reason as in `products`
+        if not is_alone:
+            others: list[torch.Tensor | None] = list(parts)
+            others[index] = None
+            self._local.shared = _Shared(weakref.ref(x), x._version, context, others) if tracked else None
         return mine
-
-    def output_alone(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Returns the same as `output`, by a call of its own. It neither uses nor replaces the outputs that the members
-        share."""
-        return self._outputs(x, (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x)))[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:
         """Returns this same group, since a copied model uses it too."""

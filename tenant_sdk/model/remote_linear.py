@@ -166,7 +166,7 @@ class _Remote(nn.Module):
         """
         if self._group is None:
             raise ConfigurationError(NOT_ATTACHED)
-        product = self._group.output_alone(self._index, x)
+        product = self._group.output(self._index, x, is_alone=True)
         if self.bias is None or not self._group.provider_adds_bias:
             return product
         return product - self.base_bias.to(product.dtype)

@@ -76,7 +76,7 @@ def test_what_is_shared_is_charged_by_rows_and_what_was_not_computed_is_not(serv
     answers = [made.submit(ring_rows(rows), tenant=name) for name, rows in (("large", 300), ("small", 100))]
     gone = made.submit(ring_rows(500), tenant="gone")
     late = made.submit(ring_rows(500), tenant="late", seconds=-1.0)
-    made.executor.cancel(gone.job)
+    made.executor.cancel(gone.request)
     made.open()
     for answer in answers:
         answer.get()

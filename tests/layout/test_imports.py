@@ -52,6 +52,21 @@ PLANTED = [
     ),
     ("ring arithmetic knows nothing of transports", "wire/ring/product.py", "from wire.transport import inproc"),
     (
+        "gRPC is known to the modules that speak it, and to no other",
+        "wire/transport/multiplexer.py",
+        "from grpc import RpcError",
+    ),
+    (
+        "gRPC is known to the modules that speak it, and to no other",
+        "wire/transport/ipc/connection.py",
+        "from grpc import RpcError",
+    ),
+    (
+        "gRPC is known to the modules that speak it, and to no other",
+        "provider/net/carrier.py",
+        "from grpc import RpcError",
+    ),
+    (
         "an adversary sees a view, the public model and public parameters: no tenant, no provider, no mask, no truth",
         "attacks/adversaries/float_masks.py",
         "from noise.sampling import error",
@@ -138,7 +153,7 @@ def test_every_contract_has_a_planted_import() -> None:
 
 def test_contracts_name_folders() -> None:
     """Contracts name single modules only if the wall is that module: the parameters, the file with `inproc:` providers,
-    and the modules beside the folders of tenant_sdk that its client calls."""
+    the modules that speak gRPC, and the modules beside the folders of tenant_sdk that its client calls."""
     named = [
         name
         for contract in contracts()
@@ -150,9 +165,13 @@ def test_contracts_name_folders() -> None:
             named += [end.replace(".**", "").replace(".*", "") for end in line.split(" -> ")]
     files = {name for name in named if not (ROOT / name.replace(".", "/")).is_dir()}
     called_by_the_client = {f"tenant_sdk.{name}" for name in ("adapters", "generate", "session", "session_protocol")}
-    assert (
-        files == {"noise.params", "tenant_sdk.embedded", "tenant_sdk.client", "tenant_sdk.cli"} | called_by_the_client
-    )
+    speak_grpc = {
+        "wire.transport.grpc_connection", "provider.net.server", "provider.net.service", "provider.cluster.connection",
+        "provider.operations.monitor", "grpc", "grpc_health",
+    }  # fmt: skip
+    assert files == speak_grpc | called_by_the_client | {
+        "noise.params", "tenant_sdk.embedded", "tenant_sdk.client", "tenant_sdk.cli",
+    }  # fmt: skip
 
 
 def test_the_contract_of_adversaries_names_every_other_folder() -> None:

@@ -23,8 +23,6 @@ from noise.registry import Setting, make_scheme
 from noise.sampling import gaussian, other_index
 from noise.scheme import GroupSpec
 from tenant_sdk import TenantClient
-from tenant_sdk.model.remote_group import masked_rows
-from tenant_sdk.model.run_state import RunState
 from tests.support.answered import Answered
 from tests.support.parity import adapted, batch, grads, lora, relative
 from tests.support.tiny_models import make_tiny
@@ -186,8 +184,7 @@ def test_a_sum_that_overflows_uses_as_many_vectors_as_any_other() -> None:
         scheme.bind(effect)
         draws.append([])
         for _ in range(4):
-            rows, run = torch.full((3, 24), size), RunState(may_stop=True)
-            call, payload, _ = masked_rows(scheme, SPEC, Direction.FORWARD, rows, run).messages[0]
+            call, payload, _ = scheme.mask(SPEC, Direction.FORWARD, torch.full((3, 24), size)).messages[0]
             assert bool(torch.isfinite(torch.as_tensor(payload.rows(call))).all())
             draws[-1].append(len(asked))
     assert draws[0] == draws[1] == [1, 1, 2, 2]

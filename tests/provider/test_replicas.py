@@ -4,21 +4,20 @@ batches."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from provider.engine.executor import Executor, Job, Outcome
+from provider.engine.executor import Executor
 from provider.engine.products import together
 from provider.engine.profile import latency_model
 from provider.engine.replica import RETRY_S, Replica, ReplicaLost
+from provider.engine.request import Outcome
 from provider.model.served_model import ServedModel
 from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import RequestClass
 from tests.support.executor_gate import Answer
 from tests.support.ring_products import CALL
 from tests.support.ring_rows import ring_rows
@@ -76,9 +75,8 @@ def executor_of(served_model: ServedModel, *replicas: Replica) -> Iterator[Execu
 
 
 def submit(executor: Executor, rows: Rows, tenant: str = "acme") -> Answer:
-    answer = Answer()
-    answer.job = Job(CALL, rows, tenant, RequestClass.FINETUNE, time.monotonic() + 60, answer.take, 64)
-    executor.submit(answer.job)
+    answer = Answer(rows, CALL, tenant)
+    executor.submit(answer.request)
     return answer
 
 

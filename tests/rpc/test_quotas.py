@@ -32,7 +32,8 @@ from wire.limits import MAX_RETRY_S
 from wire.payload import MessagePayload, Payload, RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
 from wire.transport import retry
-from wire.transport.retry import MAX_WAIT_S, RetriedRequest, with_jitter
+from wire.transport.multiplexer import Request
+from wire.transport.retry import MAX_WAIT_S, with_jitter
 
 StartWith = Callable[..., Provider]
 
@@ -356,20 +357,18 @@ class Refusing:
         self.failure: VeilbaseError | None = None
         self._clock, self._takes_s = clock, takes_s
 
-    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Refusing:
+    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Request:
         self.given.append((call, payload, reply_cols))
-        return self
+        return Request(self, len(self.given), call, payload, reply_cols, 0)  # type: ignore[arg-type]
 
-    def result(self) -> torch.Tensor:
+    def wait_for(self, request: Request) -> None:
         if self._clock is not None:
             self._clock.now_s += self._takes_s
-        if self.errors:
-            raise self.errors.pop(0)
-        return torch.ones(1)
+        request.settle(self.errors.pop(0) if self.errors else torch.ones(1))
 
 
-def retried(stream: Refusing, rows: torch.Tensor) -> RetriedRequest:
-    return RetriedRequest(stream, CALL, RowsPayload(rows), REPLY_COLS)  # type: ignore[arg-type]
+def retried(stream: Refusing, rows: torch.Tensor) -> Request:
+    return stream.submit(CALL, RowsPayload(rows), REPLY_COLS)
 
 
 def test_what_is_sent_again_is_the_same_tensor_and_never_too_early(clock: Clock) -> None:
@@ -380,6 +379,14 @@ def test_what_is_sent_again_is_the_same_tensor_and_never_too_early(clock: Clock)
     assert [given for given in stream.given if given != stream.given[0]] == []
     assert 0.5 <= clock.slept[0] <= 0.625
     assert 2.0 <= clock.slept[1] <= 2.5
+
+
+def test_a_reply_that_came_after_a_refusal_is_kept(clock: Clock) -> None:
+    """Who asks for the reply once more gets it, and sends nothing."""
+    stream = Refusing(QuotaExceeded("no", 0.5))
+    request = retried(stream, ring_rows(3))
+    assert torch.equal(request.result(), request.result())
+    assert (len(stream.given), len(clock.slept)) == (2, 1)
 
 
 def test_a_row_in_a_message_is_sent_again_as_it_was(start: StartWith, tiny_served_model: ServedModel) -> None:

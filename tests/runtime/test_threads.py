@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.threads import one_core, return_cores, share, spare_cores, use_one_core
+from runtime.threads import Workers, one_core, return_cores, share, spare_cores, use_one_core
 from tests.support.waiting import WAIT_S, end
 
 TORCH_CPU = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -56,6 +56,32 @@ def test_only_the_thread_that_asks_is_alone() -> None:
     assert seen == [(1, min(1, before[1]))]
     assert counts() == before
     assert before[0] == 2
+
+
+@pytest.mark.skipif(not HAS_GOMP, reason="this torch has no libgomp of its own")
+@pytest.mark.usefixtures("_two_threads")
+def test_workers_that_start_in_a_step_of_one_core_leave_other_threads_theirs() -> None:
+    """Masks may be made for the first time inside a decode step, in which the calling thread has one core."""
+    later: list[int] = []
+    spare_cores()
+    try:
+        assert Workers("one").submit(torch.get_num_threads).result(WAIT_S) == 1
+    finally:
+        return_cores()
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    end(thread)
+    assert later == [2]
+
+
+def test_work_of_one_kind_does_not_wait_for_work_of_another() -> None:
+    one, other, release = Workers("one"), Workers("other"), threading.Event()
+    held = [one.submit(release.wait, WAIT_S) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        assert other.submit(lambda: "done").result(WAIT_S) == "done"
+        assert not any(each.done() for each in held)
+    finally:
+        release.set()
 
 
 def taking(taken: list[tuple[int, str]], meet: threading.Barrier | None = None) -> Callable[[Iterator[int]], None]:

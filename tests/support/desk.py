@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from provider.engine.executor import Job, Outcome
+from provider.engine.request import Outcome, Request
 from wire.errors import VeilbaseError
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows
 
 
 class Desk:
-    """Stands in for an executor: it queues every job, and replies to rows as the test sets."""
+    """Stands in for an executor: it queues every request, and replies to rows as the test sets."""
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
-        self.cancelled: list[Job] = []
+        self.requests: list[Request] = []
+        self.cancelled: list[Request] = []
         self.here: Outcome | None = None
         """The outcome of small requests, which the reading thread computes itself. None means that they are queued
         instead."""
         self.row: VeilbaseError | bool = True
         self.num_rows = 0
 
-    def submit(self, job: Job) -> None:
-        """Keeps a job."""
-        self.jobs.append(job)
+    def submit(self, request: Request) -> None:
+        """Keeps a request."""
+        self.requests.append(request)
 
-    def cancel(self, job: Job) -> None:
-        """Keeps a job that is cancelled."""
-        self.cancelled.append(job)
+    def cancel(self, request: Request) -> None:
+        """Keeps a request that is cancelled."""
+        self.cancelled.append(request)
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """Returns what the test has set."""

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from provider.engine.executor import Executor, Job, Outcome
+from provider.engine.executor import Executor
 from provider.engine.profile import latency_model
 from provider.engine.replica import Here
+from provider.engine.request import Outcome, Request
 from provider.model.served_model import ServedModel
 from provider.operations.metrics import Meter
 from provider.schedule.fairness import Policy
@@ -20,7 +21,7 @@ from provider.schedule.ticket import RequestClass
 from tests.support.ring_products import CALL
 from tests.support.ring_rows import COLS
 from tests.support.waiting import comes
-from wire.frame import Arithmetic, Call, Direction
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.ring.seeded_rows import Rows, count_rows
 
 RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
@@ -65,9 +66,8 @@ class Gate:
         seconds: float = 60.0,
     ) -> Answer:
         """Submits a request for a product, as a tenant's session does."""
-        answer = Answer()
-        answer.job = Job(call, rows, tenant, kind, time.monotonic() + seconds, answer.take, 64)
-        self.executor.submit(answer.job)
+        answer = Answer(rows, call, tenant, kind, seconds)
+        self.executor.submit(answer.request)
         return answer
 
     def open(self) -> None:
@@ -76,16 +76,25 @@ class Gate:
 
 
 class Answer:
-    """Keeps the outcome of a request."""
+    """Holds a complete request, as a tenant's session makes it, and keeps its outcome."""
 
-    job: Job
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        call: Call = CALL,
+        tenant: str = "acme",
+        kind: RequestClass = RequestClass.FINETUNE,
+        seconds: float = 60.0,
+    ) -> None:
         self.outcomes: list[Outcome] = []
         self._done = threading.Event()
+        header = Header(FrameType.REQUEST, 1, call, count_rows(rows))
+        self.request = Request(tenant, header, 64, kind, time.monotonic() + seconds, self.take)
+        self.request.complete(rows)
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, request: Request, outcome: Outcome) -> None:
         """Keeps the outcome; the executor calls this method."""
+        assert request is self.request
         self.outcomes.append(outcome)
         self._done.set()
 

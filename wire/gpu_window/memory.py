@@ -112,7 +112,6 @@ class DriverError(RuntimeError):
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Returns whether the device had too little free memory."""
         return self.code == _OUT_OF_MEMORY
 
 

@@ -106,8 +106,8 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     if column_stride != 1:
         row_stride = 1  # A dimension of size 1 may have any stride.
     address, scratch_bytes = weight.data_ptr(), _scratch_bytes(d)
-    pieces = product_tiles(sum(part.shape[0] for part in parts), d, m, has_vnni())
-    if len(parts) == 1 and len(pieces) == 1 and parts[0].shape[0] <= _most_few_rows():
+    tiles = product_tiles(sum(part.shape[0] for part in parts), d, m, has_vnni())
+    if len(parts) == 1 and len(tiles) == 1 and parts[0].shape[0] <= _most_few_rows():
         # In decode a product of a few rows is a few dozen microseconds, and arrays of pointers would add ten.
         library.veilbase_few_product(
             parts[0].data_ptr(), parts[0].stride(0), replies[0].data_ptr(), parts[0].shape[0], address, row_stride,
@@ -117,15 +117,15 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     starts, ends = _pointers(parts), _pointers(replies)
     written = parts, weight, replies
 
-    def work(pieces: Iterator[Tile], _held: object = written) -> None:
+    def work(tiles: Iterator[Tile], _held: object = written) -> None:
         scratch = _scratch(scratch_bytes)
-        for first_row, last_row, first_column, last_column in pieces:
+        for first_row, last_row, first_column, last_column in tiles:
             library.veilbase_product(
                 starts.ctypes.data, ends.ctypes.data, first_row, last_row, address, row_stride, column_stride, d,
                 first_column, last_column, scratch, has_vnni(),
             )  # fmt: skip
 
-    share(work, pieces)
+    share(work, tiles)
 
 
 class OneRow:
@@ -224,8 +224,8 @@ def encode(
     whole: list[bool] = []
     written = rows, alpha, encoded, betas
 
-    def work(pieces: Iterator[tuple[int, int]], _held: object = written) -> None:
-        for first, count in pieces:
+    def work(tiles: Iterator[tuple[int, int]], _held: object = written) -> None:
+        for first, count in tiles:
             done = library.veilbase_encode(
                 start + 4 * stride * first, stride, factors, count, d, budget, smallest, to + 4 * d * first,
                 scale + 4 * first,
@@ -234,9 +234,9 @@ def encode(
                 return
             whole.append(True)
 
-    pieces = row_tiles(num_rows, d)
-    share(work, pieces)
-    return betas if len(whole) == len(pieces) else None
+    tiles = row_tiles(num_rows, d)
+    share(work, tiles)
+    return betas if len(whole) == len(tiles) else None
 
 
 def decode(
@@ -274,8 +274,8 @@ def decode(
     stride, taken_stride = reply.stride(0), 0 if effect is None else effect.stride(0)
     written = reply, effect, betas, alpha, made
 
-    def work(pieces: Iterator[tuple[int, int]], _held: object = written) -> None:
-        for first, count in pieces:
+    def work(tiles: Iterator[tuple[int, int]], _held: object = written) -> None:
+        for first, count in tiles:
             library.veilbase_decode(
                 start + 4 * stride * first, stride, None if taken is None else taken + 4 * taken_stride * first,
                 taken_stride, factors, scale + 4 * first, count, m, to + 4 * m * first, m,

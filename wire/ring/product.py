@@ -38,12 +38,12 @@ _EXACT_FLOAT64_ROWS = 1 << 15
 """The most products of an int32 and an int8 number that float64 sums without rounding: 2^31 · 128 · 2^15 = 2^53."""
 _ROUNDER = 1.5 * 2.0**52
 """A float64 r such that the low 32 of the 64 bits that represent x + r are x mod 2^32, for every integer |x| <= 2^51;
-see `_multiply_piece`."""
+see `_multiply_slice`."""
 _EXACT_ROUNDER_ROWS = 1 << 13
 """The most products that may be added to `_ROUNDER` without rounding: 2^31 · 128 · 2^13 = 2^51."""
 _FAST_INNER_ROWS = 1 << 11
-"""The rows of the weight that are multiplied at a time. Larger pieces would be exact too, but with a weight of 11,008
-rows a product took 15% less time in pieces of 2^11 rows than in pieces of 2^13."""
+"""The rows of the weight that are multiplied at a time. Larger slices would be exact too, but with a weight of 11,008
+rows a product took 15% less time in slices of 2^11 rows than in slices of 2^13."""
 _BYTE_VALUES = torch.tensor([[1, 1 << 8, 1 << 16, 1 << 24]], dtype=torch.int32, device="cpu")
 _FEW_ROWS = 4
 _FEW_ROWS_BY_INT32 = 48
@@ -284,7 +284,7 @@ def _many_by_float64(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> lis
     inner, columns, step = _block_shape(sum(rows.shape[0] for rows in parts), weight)
     for block in row_blocks(parts, replies, step):
         for start in range(0, max(1, weight.shape[0]), inner):
-            _multiply_piece(block, weight, slice(start, start + inner), columns)
+            _multiply_slice(block, weight, slice(start, start + inner), columns)
     return replies
 
 
@@ -298,7 +298,7 @@ def _block_shape(num_rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
     return inner, columns, step
 
 
-def _multiply_piece(block: list[RowsAndReply], weight: torch.Tensor, inner: slice, columns: int) -> None:
+def _multiply_slice(block: list[RowsAndReply], weight: torch.Tensor, inner: slice, columns: int) -> None:
     """Multiplies a block of rows by the weight's rows in the slice `inner`. The first slice's product is written to the
     reply; later ones are added to it.
 
@@ -371,8 +371,8 @@ def _slices(length: int, step: int) -> Iterator[slice]:
 
 
 def _scratch(*sizes: int) -> list[torch.Tensor]:
-    """Returns one piece of this thread's scratch memory for each size in bytes."""
-    ends = list(itertools.accumulate(-(-size // 64) * 64 for size in sizes))  # Each piece begins on a cache line.
+    """Returns one part of this thread's scratch memory for each size in bytes."""
+    ends = list(itertools.accumulate(-(-size // 64) * 64 for size in sizes))  # Each part begins on a cache line.
     buffer = _buffer(ends[-1])
     return [buffer[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 

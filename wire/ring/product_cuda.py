@@ -89,7 +89,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor) -> None:
-    """Writes rows · weight to `reply`, one piece of the inner width at a time. `weight` must be a result of
+    """Writes rows · weight to `reply`, one slice of the inner width at a time. `weight` must be a result of
     `prepared`."""
     num_rows, m = reply.shape
     for start in range(0, rows.shape[1], _EXACT_INNER):

@@ -39,7 +39,7 @@ MOST_STACKED_ROWS = 64
 """The most rows that are multiplied by `multiply_few` after a first pass has split them into planes."""
 MOST_INNER = (1 << 17) - 16
 """The largest inner width of one product: 128 · 128 · MOST_INNER < 2^31, so that no plane's sum leaves int32. It is a
-multiple of 16, so that each further piece begins at an aligned address."""
+multiple of 16, so that each further slice begins at an aligned address."""
 _ALIGNED = 16
 _LOGGER = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ _PACKED = struct.Struct("<32sQQ")
 PACKED_BYTES = _PACKED.size
 _BLOCK_BYTES = 16
 _BLOCK_NUMBERS = 4
-_PIECE_BYTES = 1 << 18
+_STEP_BYTES = 1 << 18
 """How many bytes of counter blocks are made at a time. Making all counter blocks at once would double the memory.
-Pieces of 128 KiB to 4 MiB were equally fast (5.6 GB/s)."""
+Steps of 128 KiB to 4 MiB were equally fast (5.6 GB/s)."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class SeededRows:
         """Writes the key streams to the beginning of `out`, with `row_blocks` AES blocks for each row."""
         encryptor = _encryptor(self.seed)
         row_bytes = row_blocks * _BLOCK_BYTES
-        counters = np.empty((max(1, min(self.num_rows, _PIECE_BYTES // row_bytes)), row_blocks, 2), dtype=">u8")
+        counters = np.empty((max(1, min(self.num_rows, _STEP_BYTES // row_bytes)), row_blocks, 2), dtype=">u8")
         counters[:, :, 1] = np.arange(row_blocks)
         start = 0
-        for piece in self.split(len(counters)):
-            counters[: piece.num_rows, :, 0] = np.arange(piece.first_row, piece.first_row + piece.num_rows)[:, None]
-            size = piece.num_rows * row_bytes
+        for part in self.split(len(counters)):
+            counters[: part.num_rows, :, 0] = np.arange(part.first_row, part.first_row + part.num_rows)[:, None]
+            size = part.num_rows * row_bytes
             encryptor.update_into(counters.data.cast("B")[:size], out[start : start + size + _BLOCK_BYTES])
             start += size
 

@@ -1,4 +1,5 @@
-"""This module defines the interface that every transport implements.
+"""This module defines the interfaces that transports implement: a `Connection`, and a `MessageStream` under it if the
+transport carries frames. Both raise errors of wire/errors.py only, so nothing above them knows what carries a request.
 
 A `Connection` carries many requests at once. Each `submit` returns a `Pending`, whose `result` waits for the reply or
 for the request's own deadline. Connections are safe under threads and refuse to work in a forked child.
@@ -39,6 +40,46 @@ class Traffic:
         """Returns a copy of the counts, which later traffic does not change."""
         with self._lock:
             return Traffic(self.bytes_up, self.bytes_down, self.calls)
+
+
+class MessageStream(Protocol):
+    """Carries messages in both directions: all that `Multiplexer` needs of a transport. `send` is safe under threads;
+    only one thread at a time may call `step`."""
+
+    def send(self, message: bytes | memoryview) -> None:
+        """Queues a message and returns. Bytes that cannot be sent yet are sent in later calls of `step` or
+        `wait_to_send`."""
+        ...
+
+    @property
+    def has_unsent(self) -> bool:
+        """Tells whether a queued message still needs a `step` in order to be sent."""
+        ...
+
+    def wait_to_send(self, seconds: float) -> None:
+        """Waits at most `seconds` until more bytes can be sent. This method is for a thread that sends while another
+        thread calls `step`."""
+        ...
+
+    def step(self) -> bytes | memoryview | None:
+        """Waits for a message, or for another event such as room to send.
+
+        Returns:
+            A message, or None after another event.
+
+        Raises:
+            EOFError: the peer ended the stream properly.
+            VeilbaseError: the stream failed, in whatever way its transport reports that.
+        """
+        ...
+
+    def is_active(self) -> bool:
+        """Tells whether the stream is active; returns False once its end is known."""
+        ...
+
+    def close(self) -> None:
+        """Ends the stream at once. Any thread may call this, more than once."""
+        ...
 
 
 class Pending(Protocol):

@@ -14,16 +14,18 @@ that the provider still serves the weights of the first manifest.
 from __future__ import annotations
 
 import logging
+import queue
 import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import grpc
 
-from wire.errors import MalformedFrame, TransportError, Unavailable, VeilbaseError
+from wire.errors import MalformedFrame, TransportError, Unavailable
 from wire.limits import MAX_MANIFEST_BYTES, deadline_s
 from wire.manifest import Manifest, parse_manifest
 from wire.transport import tls
+from wire.transport.connection import MessageStream
 from wire.transport.grpc_channel import (
     BUNDLE_METHOD,
     MANIFEST_METHOD,
@@ -33,13 +35,56 @@ from wire.transport.grpc_channel import (
     translate_status,
     why_not,
 )
-from wire.transport.grpc_stream import GrpcStream, MessageStream
 from wire.transport.identity import TlsIdentity
 from wire.transport.retry import with_jitter
 from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamConnection
 
 CONNECT_TIMEOUT_S = 20.0
 _LOGGER = logging.getLogger(__name__)
+
+
+class GrpcStream:
+    """Implements `MessageStream` on grpc's public interface."""
+
+    def __init__(self, channel: grpc.Channel, method: str, accepted_before: bool = False) -> None:
+        """Starts the RPC `method` on the channel; see `translate_status` for `accepted_before`."""
+        self._accepted_before, self._has_received = accepted_before, False
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        rpc = channel.stream_stream(method, request_serializer=None, response_deserializer=None)
+        self._call = rpc(iter(self._outgoing.get, None), wait_for_ready=False)
+
+    def send(self, message: bytes | memoryview) -> None:
+        self._outgoing.put(bytes(message))
+
+    @property
+    def has_unsent(self) -> bool:
+        """Returns False always, since grpc sends in a thread of its own."""
+        return False
+
+    def wait_to_send(self, seconds: float) -> None:
+        """Returns at once, since grpc sends in a thread of its own."""
+
+    def step(self) -> bytes | None:
+        """Waits for a message; see `MessageStream.step`."""
+        try:
+            message: bytes | None = next(self._call, None)
+        except grpc.RpcError as exc:
+            # A provider that has sent a message, as a rule WELCOME, has accepted this identity.
+            error = translate_status(exc, self._has_received, self._accepted_before)
+        else:
+            if message is None:
+                raise EOFError
+            self._has_received = True
+            return message
+        raise error  # Here it has no context, which would be gRPC's call, with a text of the peer's.
+
+    def is_active(self) -> bool:
+        return bool(self._call.is_active())
+
+    def close(self) -> None:
+        """Cancels the RPC, which ends the stream; see `MessageStream.close`."""
+        self._outgoing.put(None)
+        self._call.cancel()
 
 
 class GrpcConnection(StreamConnection):
@@ -120,7 +165,8 @@ class GrpcConnection(StreamConnection):
                     raise MalformedFrame(f"expected at most {max_bytes} bytes, got more")
                 yield chunk
         except grpc.RpcError as exc:
-            raise self._translate(exc, connected=False) from None  # The text is the peer's.
+            # The text is the peer's.
+            raise translate_status(exc, accepted_before=self._compared is not None) from None
         finally:
             call.cancel()
 
@@ -139,15 +185,12 @@ class GrpcConnection(StreamConnection):
                     return raw
                 except OSError as exc:
                     _LOGGER.info("the tensor port cannot be used (%s): gRPC carries the stream", type(exc).__name__)
-        return GrpcStream(channel, STREAM_METHOD)
+        return GrpcStream(channel, STREAM_METHOD, accepted_before=self._compared is not None)
 
     def _check_place(self, now: Manifest) -> None:
         # A stream on a tensor port that the manifest no longer names may lead to another provider of the same CA.
         if self._port is not None and now.tensor_port != self._port:
             raise Unavailable("the provider was started anew just now, and nothing was sent to it: ask again")
-
-    def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
-        return translate_status(exc, connected, accepted_before=self._compared is not None)
 
     def _drop(self) -> None:
         """Closes the channel, at the end or after a failure. After a failure, gRPC would let the old channel wait for

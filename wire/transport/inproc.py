@@ -39,7 +39,6 @@ class _Done:
     reply: torch.Tensor
 
     def result(self) -> torch.Tensor:
-        """Returns the reply, which `submit` has computed already."""
         return self.reply
 
 
@@ -57,11 +56,9 @@ class InprocConnection:
         self.traffic = Traffic()
 
     def manifest(self) -> Manifest:
-        """Returns the manifest of the embedded provider."""
         return self._handler.manifest()
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
-        """Yields the chunks of one bundle file."""
         return self._handler.read_file(file_name)
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:

@@ -39,8 +39,8 @@ class MessageSocket(ABC):
     FIRST_BYTES: int
     """How many bytes of a message are joined with its length prefix. They are copied for this; copying all of a large
     message would cost more."""
-    PIECE_BYTES: int
-    """How many further bytes of a large message are handed to `_piece_to_send` at a time."""
+    NEXT_BYTES: int
+    """How many further bytes of a large message are handed to `_as_sent` at a time."""
 
     def __init__(self, plain: socket.socket, busy_poll_s: float = 0.0) -> None:
         """Takes a connected socket, which no other code may use from now on.
@@ -54,9 +54,9 @@ class MessageSocket(ABC):
         self._send_lock = threading.Lock()
         self._unsent: deque[bytes | memoryview] = deque()
         self._begun: memoryview = NOTHING
-        """The rest of a large message that has not been handed to `_piece_to_send` yet."""
-        self._piece: memoryview = NOTHING
-        """The bytes that go to the kernel next: what is left of the last result of `_piece_to_send`."""
+        """The rest of a large message that has not been handed to `_as_sent` yet."""
+        self._going: memoryview = NOTHING
+        """The bytes that go to the kernel next: what is left of the last result of `_as_sent`."""
         self._blocked_at_s: float | None = None
         self._end_lock = threading.Lock()
         self._pid = os.getpid()
@@ -82,7 +82,7 @@ class MessageSocket(ABC):
         """Returns the peer's certificate in DER; its chain and dates have been verified."""
 
     @abstractmethod
-    def _piece_to_send(self, plain: bytes | memoryview) -> memoryview:
+    def _as_sent(self, plain: bytes | memoryview) -> memoryview:
         """Returns the bytes to send for `plain`, the next bytes of the messages: encrypted, or as they are."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class MessageSocket(ABC):
     @property
     def has_unsent(self) -> bool:
         """Tells whether any bytes of queued messages have not been sent yet."""
-        return bool(self._unsent or self._piece or self._begun)
+        return bool(self._unsent or self._going or self._begun)
 
     def flush(self) -> None:
         """Sends at once as many queued bytes as the connection takes; see `send` for errors."""
@@ -127,20 +127,20 @@ class MessageSocket(ABC):
             if self._is_closed:
                 raise ConnectionError("the connection was closed")
             while self.has_unsent:
-                if not self._piece:
-                    self._piece = self._piece_to_send(self._next_bytes())
+                if not self._going:
+                    self._going = self._as_sent(self._next_bytes())
                 try:
-                    sent = self._plain.send(self._piece, socket.MSG_DONTWAIT)
+                    sent = self._plain.send(self._going, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     self._blocked_at_s = self._blocked_at_s or time.monotonic()
                     return
                 self._blocked_at_s = None
-                self._piece = self._piece[sent:] or NOTHING
+                self._going = self._going[sent:] or NOTHING
 
     def _next_bytes(self) -> bytes | memoryview:
         if self._begun:
-            piece, self._begun = self._begun[: self.PIECE_BYTES], self._begun[self.PIECE_BYTES :] or NOTHING
-            return piece
+            following, self._begun = self._begun[: self.NEXT_BYTES], self._begun[self.NEXT_BYTES :] or NOTHING
+            return following
         message = memoryview(self._unsent.popleft())
         self._begun = message[self.FIRST_BYTES :] or NOTHING
         return b"".join((LENGTH.pack(len(message)), message[: self.FIRST_BYTES]))
@@ -283,7 +283,6 @@ class MessageSocket(ABC):
         raise MalformedFrame(self._fault)
 
     def _end_body(self) -> None:
-        """Adds the large message to the messages if it is complete."""
         if self._body is not None and self._filled == len(self._body):
             self._messages.append(self._body)
             self._body = None

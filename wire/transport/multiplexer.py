@@ -2,7 +2,10 @@
 
 Guarantees: replies are matched by request id in any order, and checked against their requests before memory is
 allocated for them. Every request ends by its own deadline. After a broken stream, pending requests fail with one error
-and are never sent again, since that could reuse a mask. This module knows nothing of channels or TLS.
+and are never sent again, since that could reuse a mask: the code that owns the masks must decide that. Only a request
+that the provider refused, naming a time, is sent again, later (wire/transport/retry.py), with the same payload and so
+as the same bytes: a mask's slot (one row of a mask) never hides other rows. This module knows nothing of channels or
+TLS.
 
 Threads: the first thread that waits reads for all others (the leader/followers pattern), since a separate reader thread
 would cost a decode step two thread switches for each call. A watchdog ends requests whose deadline has passed. A
@@ -15,11 +18,10 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import grpc
 import torch
 
 from wire import frame
@@ -27,6 +29,7 @@ from wire.errors import (
     DeadlineExceeded,
     LimitExceeded,
     MalformedFrame,
+    QuotaExceeded,
     TransportError,
     Unavailable,
     VeilbaseError,
@@ -37,8 +40,8 @@ from wire.errors import (
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header
 from wire.limits import MAX_DEADLINE_MS, Limits, deadline_s
 from wire.payload import Payload
-from wire.transport.connection import Traffic
-from wire.transport.grpc_stream import MessageStream
+from wire.transport.connection import MessageStream, Traffic
+from wire.transport.retry import Retries
 
 if TYPE_CHECKING:
     from wire.gpu_window.memory import Area
@@ -53,25 +56,29 @@ _ENDED = "the provider ended the stream; the run can go on from its last checkpo
 
 
 class Request:
-    """Holds a request that was sent and, once there is one, its outcome."""
+    """Holds a request that was sent and, once there is one, its outcome. It is a `Pending` of
+    wire/transport/connection.py: the thread that calls `result` waits, and sends a refused request again."""
 
     __slots__ = (
-        "_owner", "area", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome", "reply", "request_id",
-        "rows",
+        "_owner", "area", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome", "payload", "reply",
+        "request_id", "rows",
     )  # fmt: skip
 
-    def __init__(self, owner: Multiplexer, request_id: int, call: Call, rows: int, cols: int, held: int) -> None:
+    def __init__(
+        self, owner: Multiplexer, request_id: int, call: Call, payload: Payload | None, cols: int, held: int
+    ) -> None:
         """Makes a request without an outcome.
 
         Args:
             owner: the multiplexer that sends the request.
             request_id: the request's number on the stream.
             call: the call that the request asks for.
-            rows, cols: the shape of the reply.
+            payload: the rows to send; None for the handshake, which has none.
+            cols: the number of columns of the reply.
             held: how many payload bytes the request and its reply have together.
         """
-        self.request_id, self.call = request_id, call
-        self.rows, self.cols, self.held_bytes = rows, cols, held
+        self.request_id, self.call, self.payload = request_id, call, payload
+        self.rows, self.cols, self.held_bytes = 0 if payload is None else payload.num_rows, cols, held
         self.expires_at = time.monotonic() + deadline_s(held)
         self.reply: Assembler | None = None
         self.outcome: torch.Tensor | VeilbaseError | None = None
@@ -88,7 +95,23 @@ class Request:
                 self.nudged.set()
 
     def result(self) -> torch.Tensor:
-        """Waits for the outcome; returns the reply, or raises the request's error."""
+        """Returns the reply; see `Pending.result`. Raises the last refusal, `QuotaExceeded` or `Unavailable`, if it is
+        final (see `Retries.wait`) or if the stream has broken."""
+        request, retries = self, None
+        while True:
+            try:
+                self.outcome = reply = request.wait()
+                return reply
+            except (QuotaExceeded, Unavailable) as exc:
+                if self._owner.failure is not None or self.payload is None:
+                    raise
+                retries = retries or Retries()
+                if not retries.wait(exc):
+                    raise
+            request = self._owner.submit(self.call, self.payload, self.cols)
+
+    def wait(self) -> torch.Tensor:
+        """Waits for the outcome of this one send; returns the reply, or raises the request's error."""
         if self.outcome is None:
             self._owner.wait_for(self)
         if isinstance(self.outcome, torch.Tensor):
@@ -106,7 +129,6 @@ class Multiplexer:
         stream: MessageStream,
         limits: Limits,
         traffic: Traffic,
-        translate: Callable[[grpc.RpcError, bool], VeilbaseError],
         window: TenantWindow | None = None,
     ) -> None:
         """Sends HELLO and starts the watchdog and the listener.
@@ -115,12 +137,10 @@ class Multiplexer:
             stream: a stream that was just opened and that nothing else uses.
             limits: the limits in the manifest.
             traffic: counts what crosses.
-            translate: returns this side's error for a gRPC status; its second argument says whether the provider had
-                sent WELCOME.
             window: memory that both ends share, for large requests; None if there is none.
         """
         self._window = window
-        self._stream, self._limits, self._traffic, self._translate = stream, limits, traffic, translate
+        self._stream, self._limits, self._traffic = stream, limits, traffic
         self._requests: dict[int, Request] = {}
         # The lock is reentrant: a signal handler may call `close` in a thread that already holds the lock.
         self._lock = threading.RLock()
@@ -133,8 +153,8 @@ class Multiplexer:
         self._ids = itertools.count(1)
         self.failure: VeilbaseError | None = None
         self._ended, self._is_idle = threading.Event(), threading.Event()
-        # The handshake has a deadline of its own; gRPC has none for a stream that is meant to live long.
-        self._welcome = Request(self, 0, _WELCOME, 0, 0, 0)
+        # The handshake has a deadline of its own; a transport has none for a stream that is meant to live long.
+        self._welcome = Request(self, 0, _WELCOME, None, 0, 0)
         self._welcome.expires_at = time.monotonic() + HANDSHAKE_S
         self._requests[0] = self._welcome
         self._stream.send(frame.hello(FrameType.HELLO))
@@ -144,7 +164,7 @@ class Multiplexer:
     def wait_welcome(self) -> None:
         """Waits until the provider has sent WELCOME, which ends the handshake. Raises the error that ended the stream
         if no WELCOME came."""
-        self._welcome.result()
+        self._welcome.wait()
 
     def is_usable(self) -> bool:
         """Tells whether the stream still takes requests; returns False also if it ended while no thread was reading."""
@@ -196,10 +216,8 @@ class Multiplexer:
                 self._take(*frame.parse(message))
         except EOFError:
             self.fail(Unavailable(_ENDED))
-        except grpc.RpcError as exc:
-            self.fail(self._translate(exc, isinstance(self._welcome.outcome, torch.Tensor)))
         except VeilbaseError as exc:
-            self.fail(exc)
+            self.fail(exc.with_traceback(None))  # The failure is kept, and a traceback would keep this object and rows.
         except (KeyboardInterrupt, SystemExit):
             self.fail(Unavailable("the reading thread was interrupted"))
             raise
@@ -251,7 +269,7 @@ class Multiplexer:
             request.settle(DeadlineExceeded(f"no complete answer to request {request.request_id} within its deadline"))
             self._stream.send(Header(FrameType.CANCEL, request.request_id).pack())
         # `_leader` is read after `settle`, so that a thread that begins to lead now sees the outcome. The reader thread
-        # is inside gRPC's read, which has no timeout: only the end of the stream frees that thread.
+        # is inside the stream's `step`, which has no timeout: only the end of the stream frees that thread.
         if self._leader is request or self._makes_room:
             self._stream.close()
 
@@ -269,10 +287,10 @@ class Multiplexer:
             DeadlineExceeded: earlier requests were not answered in time, so that there is no room.
             VeilbaseError: the error that ended the stream.
         """
-        num_rows, size = payload.num_rows, payload.num_bytes
-        request = self._admit(call, num_rows, reply_cols, size)
+        size = payload.num_bytes
+        request = self._admit(call, payload, reply_cols)
         deadline_ms = min(MAX_DEADLINE_MS, int(1000 * deadline_s(request.held_bytes)))
-        header = Header(FrameType.REQUEST, request.request_id, call, num_rows, payload.cols, 0, size, deadline_ms)
+        header = Header(FrameType.REQUEST, request.request_id, call, request.rows, payload.cols, 0, size, deadline_ms)
         sent = 0
         for message in self._in_window(request, header, payload) or payload.frames(header):
             self._stream.send(message)
@@ -295,8 +313,8 @@ class Multiplexer:
             return ()
         return (replace(header, code=frame.IN_WINDOW).pack() + area.pack(),)
 
-    def _admit(self, call: Call, num_rows: int, reply_cols: int, size: int) -> Request:
-        held = size + num_rows * reply_cols * frame.ITEM_BYTES
+    def _admit(self, call: Call, payload: Payload, reply_cols: int) -> Request:
+        held = payload.num_bytes + payload.num_rows * reply_cols * frame.ITEM_BYTES
         if held > self._limits.max_in_flight_bytes:
             raise LimitExceeded(f"a request of {held} bytes is above {self._limits.max_in_flight_bytes} in flight")
         give_up_at = 0.0
@@ -305,7 +323,7 @@ class Multiplexer:
                 if self.failure is not None:
                     raise copy.copy(self.failure)
                 if self._held_bytes + held <= self._limits.max_in_flight_bytes:
-                    request = Request(self, next(self._ids), call, num_rows, reply_cols, held)
+                    request = Request(self, next(self._ids), call, payload, reply_cols, held)
                     self._requests[request.request_id] = request
                     self._held_bytes += held
                     return request

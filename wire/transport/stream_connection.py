@@ -17,16 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import grpc
-
-from wire.errors import ConfigurationError, ForkedConnection, Unavailable, VeilbaseError
+from wire.errors import ConfigurationError, ForkedConnection, Unavailable
 from wire.frame import Call
 from wire.manifest import Manifest
 from wire.payload import Payload
-from wire.transport.connection import Pending, Traffic
-from wire.transport.grpc_stream import MessageStream
+from wire.transport.connection import MessageStream, Pending, Traffic
 from wire.transport.multiplexer import Multiplexer
-from wire.transport.retry import RetriedRequest
 
 if TYPE_CHECKING:
     from wire.transport.ipc.window import TenantWindow
@@ -78,10 +74,6 @@ class StreamConnection(ABC):
         return None
 
     @abstractmethod
-    def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
-        """Returns the error of wire/errors.py for what gRPC raised on a stream; see `Multiplexer`."""
-
-    @abstractmethod
     def _drop(self) -> None:
         """Closes what is open besides the stream, so that the next call opens it anew."""
 
@@ -112,7 +104,7 @@ class StreamConnection(ABC):
         """Sends one request on the stream; see `Connection.submit`."""
         self._check_usable()
         payload.check(call)
-        return RetriedRequest(self._usable_stream(), call, payload, reply_cols)
+        return self._usable_stream().submit(call, payload, reply_cols)
 
     def reconnect(self) -> None:
         """Opens a stream if there is none or it is broken; see `Connection.reconnect`."""
@@ -130,9 +122,7 @@ class StreamConnection(ABC):
                 if self._stream is not None:
                     self._drop()
                 raw = self._open_raw_stream(begun_with)
-                self._stream = stream = Multiplexer(
-                    raw, begun_with.limits, self.traffic, self._translate, self._take_window()
-                )
+                self._stream = stream = Multiplexer(raw, begun_with.limits, self.traffic, self._take_window())
                 try:
                     stream.wait_welcome()
                     self._check_same_weights(begun_with)

@@ -260,7 +260,7 @@ class TlsSocket(MessageSocket):
     """Carries messages over TLS; see `MessageSocket`."""
 
     FIRST_BYTES = _RECORD_BYTES - LENGTH.size  # The length prefix and these bytes fill one record.
-    PIECE_BYTES = 1 << 17
+    NEXT_BYTES = 1 << 17
 
     def __init__(
         self,
@@ -279,11 +279,10 @@ class TlsSocket(MessageSocket):
             self._read_all()  # Messages may have come with the end of the handshake.
 
     def peer_certificate(self) -> bytes:
-        """Returns the peer's certificate in DER; its chain and dates have been verified."""
         return self._tls.getpeercert(binary_form=True) or b""
 
-    def _piece_to_send(self, plain: bytes | memoryview) -> memoryview:
-        """Returns the bytes `plain`, encrypted. The peer decrypts one piece while this end encrypts the next."""
+    def _as_sent(self, plain: bytes | memoryview) -> memoryview:
+        """Returns the bytes `plain`, encrypted. The peer decrypts some bytes while this end encrypts the next."""
         with self._tls_lock:
             self._tls.write(plain)
             return memoryview(self._outgoing.read())
@@ -385,7 +384,6 @@ class TensorStream:
         self._is_active = True
 
     def send(self, message: bytes | memoryview) -> None:
-        """Queues a message to be sent; see `MessageStream.send`."""
         try:
             self._connection.send(message)
         except OSError:
@@ -393,11 +391,9 @@ class TensorStream:
 
     @property
     def has_unsent(self) -> bool:
-        """Tells whether queued messages still need a `step`; see `MessageStream.has_unsent`."""
         return self._is_active and self._connection.has_unsent
 
     def wait_to_send(self, seconds: float) -> None:
-        """Waits until more can be sent; see `MessageStream.wait_to_send`."""
         try:
             self._connection.wait_to_send(seconds)
         except OSError:
@@ -428,7 +424,6 @@ class TensorStream:
         )
 
     def is_active(self) -> bool:
-        """Tells whether the stream is active; see `MessageStream.is_active`."""
         return self._is_active
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ GPU, without streams. Tests that take the `replica` run on a GPU as well if ther
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,13 @@ from provider.device import on_device
 from provider.device.on_device import FLOAT_ROWS, Multiply, OnDevice
 from provider.device.weights import Moved
 from provider.embedded import ModelOnDevice, serve_in_process
-from provider.engine.executor import Executor, Job
+from provider.engine.executor import Executor
 from provider.engine.profile import latency_model
 from provider.engine.replica import RETRY_S, ReplicaLost
 from provider.model.served_group import ServedGroup
 from provider.model.served_model import ServedModel
 from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import RequestClass
 from provider.shards.worker import product_of
 from tests.support.cuda_devices import cpu_and
 from tests.support.executor_gate import Answer
@@ -103,7 +101,7 @@ def test_replies_are_the_cpus(
     served_model: ServedModel, replica: OnDevice, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces are made small, so that the streams take several turns."""
-    monkeypatch.setattr(on_device, "PIECE_BYTES", 40 * 4 * 96)
+    monkeypatch.setattr(on_device, "COPY_BYTES", 40 * 4 * 96)
     for call in calls(served_model):
         rows = rows_for(served_model, call, num_rows)
         before = rows.clone()
@@ -114,7 +112,7 @@ def test_replies_are_the_cpus(
 def test_requests_that_share_a_product_get_their_own_replies(
     served_model: ServedModel, replica: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_device, "PIECE_BYTES", 40 * 4 * 96)
+    monkeypatch.setattr(on_device, "COPY_BYTES", 40 * 4 * 96)
     for call in calls(served_model):
         parts = [rows_for(served_model, call, count, seed=count) for count in (1, 70, 0, 5, 64)]
         replies = replica.products(call, parts)
@@ -128,7 +126,7 @@ def test_rows_on_the_device_are_answered_there(
     served_model: ServedModel, replica: OnDevice, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that a tenant has put into the device's memory share products with others."""
-    monkeypatch.setattr(on_device, "PIECE_BYTES", 40 * 4 * 96)
+    monkeypatch.setattr(on_device, "COPY_BYTES", 40 * 4 * 96)
     for call in calls(served_model):
         if call.arithmetic is not RING:
             continue
@@ -202,7 +200,7 @@ def test_a_float_reply_does_not_depend_on_companions_or_on_cuts(served_model: Se
 
 
 def test_a_hint_is_the_cpus(served_model: ServedModel, replica: OnDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device, "PIECE_BYTES", 40 * 4 * 96)
+    monkeypatch.setattr(on_device, "COPY_BYTES", 40 * 4 * 96)
     for direction in Direction:
         call = Call(1, direction, RING, Purpose.HINT)
         seed = SeededRows(b"s" * 32, 7, 130)
@@ -240,7 +238,7 @@ def test_pieces_are_even_and_lanes_take_turns(
                 started.append((number, sum(rows.shape[0] for rows, _ in block))) or start(block, multiply, num_padded)
             ),
         )
-    monkeypatch.setattr(on_device, "PIECE_BYTES", 40 * 4 * 96)
+    monkeypatch.setattr(on_device, "COPY_BYTES", 40 * 4 * 96)
     replica.product(FORWARD, rows_for(served_model, FORWARD, 100))
     assert started == [(0, 34), (1, 34), (0, 32)], "40 rows fit a piece, so 100 rows are three pieces"
 
@@ -357,7 +355,7 @@ def test_after_a_fault_in_mid_product_no_old_rows_are_answered(
     served_model: ServedModel, replica: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of three pieces fails. The next product gets its own rows, and not what was left in a stream."""
-    monkeypatch.setattr(on_device, "PIECE_BYTES", 40 * 4 * 96)
+    monkeypatch.setattr(on_device, "COPY_BYTES", 40 * 4 * 96)
     product, number = coding.product, iter(range(99))
 
     def fail_once(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -394,9 +392,8 @@ def test_a_revival_ends_with_the_provider(served_model: ServedModel) -> None:
 
 
 def submitted(executor: Executor, rows: torch.Tensor) -> Answer:
-    answer = Answer()
-    answer.job = Job(FORWARD, rows, "acme", RequestClass.FINETUNE, time.monotonic() + 60, answer.take, 64)
-    executor.submit(answer.job)
+    answer = Answer(rows, FORWARD, "acme")
+    executor.submit(answer.request)
     return answer
 
 

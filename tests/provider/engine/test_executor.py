@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from provider.engine.executor import Executor, Job, Outcome
+from provider.engine.executor import Executor
 from provider.engine.profile import latency_model
 from provider.engine.replica import Here
+from provider.engine.request import Outcome, Request
 from provider.model.served_model import ServedModel
 from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
@@ -61,7 +62,7 @@ def test_cancelled_and_expired_requests_are_not_computed(gate: Gate) -> None:
         gate.submit(ring_rows(12), seconds=-1),
         gate.submit(ring_rows(5)),
     )
-    gate.executor.cancel(cancelled.job)
+    gate.executor.cancel(cancelled.request)
     gate.open()
     assert isinstance(expired.get(), DeadlineExceeded)
     assert isinstance(good.get(), torch.Tensor)
@@ -139,7 +140,7 @@ def test_only_products_are_measured(served_model: ServedModel, monkeypatch: pyte
     bad = gate.submit(torch.full((2000, COLS), float("nan")), call, "a")
     late = gate.submit(ring_rows(2001), tenant="b", seconds=-1)
     dropped = gate.submit(ring_rows(2002), Call(0, Direction.BACKWARD, RING), "c")
-    dropped.job.end()  # the job ends as if it was cancelled after it was chosen
+    dropped.request.end()  # it ends as if it was cancelled after it was chosen
     good = gate.submit(ring_rows(7), Call(2, Direction.FORWARD, RING), "d")
     gate.open()
     assert isinstance(bad.get(), InvalidTensor)
@@ -220,9 +221,9 @@ def test_profiles_are_of_this_machine(served_model: ServedModel) -> None:
 
 def test_a_request_of_no_rows_that_was_cancelled_harms_nobody(gate: Gate) -> None:
     waiting = gate.submit(ring_rows(5))
-    job = Job(CALL, ring_rows(0), "evil", RequestClass.DECODE, time.monotonic() + 60, lambda outcome: None, 64)
-    gate.executor.cancel(job)
-    gate.executor.submit(job)
+    evil = Answer(ring_rows(0), CALL, "evil", RequestClass.DECODE)
+    gate.executor.cancel(evil.request)
+    gate.executor.submit(evil.request)
     gate.open()
     assert isinstance(waiting.get(), torch.Tensor)
 
@@ -241,8 +242,8 @@ def test_who_waits_is_woken_after_a_small_product_beside(served_model: ServedMod
     small.start()
     comes(inside, "the small product")
     assert executor.compute_here("b", CALL, ring_rows(2)) is None  # only one product runs at a time
-    answer = Answer()
-    executor.submit(Job(CALL, ring_rows(50), "b", RequestClass.PREFILL, time.monotonic() + 60, answer.take, 64))
+    answer = Answer(ring_rows(50), CALL, "b", RequestClass.PREFILL)
+    executor.submit(answer.request)
     time.sleep(0.1)
     assert answer.outcomes == []
     go_on.set()
@@ -267,8 +268,8 @@ def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
 
     policy = Policy(slo_s=slo_s)
     executor = Executor([Here(product)], Scheduler(policy, latency_model(served_model.served, profiled=False)))
-    large = Answer()
-    executor.submit(Job(CALL, ring_rows(50), "b", RequestClass.PREFILL, time.monotonic() + 60, large.take, 64))
+    large = Answer(ring_rows(50), CALL, "b", RequestClass.PREFILL)
+    executor.submit(large.request)
     assert inside.acquire(timeout=WAIT_S)
     rows = ring_rows(2)
     beside = executor.compute_here("a", CALL, rows)
@@ -328,8 +329,8 @@ def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
     measured: list[float] = []
     monkeypatch.setattr(scheduler, "computed", lambda batch, seconds: measured.append(seconds))
     executor = Executor([Here(product)], scheduler, charge=charged.__setitem__)
-    large = Answer()
-    executor.submit(Job(CALL, ring_rows(50), "large", RequestClass.PREFILL, time.monotonic() + 60, large.take, 64))
+    large = Answer(ring_rows(50), CALL, "large", RequestClass.PREFILL)
+    executor.submit(large.request)
     assert inside.acquire(timeout=WAIT_S)
     for _ in range(3):
         assert isinstance(executor.compute_here("small", CALL, ring_rows(2)), torch.Tensor)
@@ -346,13 +347,15 @@ def test_a_reply_is_given_when_the_replica_is_free(served_model: ServedModel) ->
     executor = Executor(
         [Here(served_model.compute)], Scheduler(Policy(), latency_model(served_model.served, profiled=False))
     )
-    answer, meanwhile = Answer(), []
+    meanwhile = []
 
-    def done(outcome: Outcome) -> None:
-        meanwhile.append(executor.compute_here("b", CALL, ring_rows(1)))
-        answer.take(outcome)
+    class Asking(Answer):
+        def take(self, request: Request, outcome: Outcome) -> None:
+            meanwhile.append(executor.compute_here("b", CALL, ring_rows(1)))
+            super().take(request, outcome)
 
-    executor.submit(Job(CALL, ring_rows(50), "a", RequestClass.PREFILL, time.monotonic() + 60, done, 64))
+    answer = Asking(ring_rows(50), CALL, "a", RequestClass.PREFILL)
+    executor.submit(answer.request)
     answer.get()
     executor.close()
     assert isinstance(meanwhile[0], torch.Tensor)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from provider.engine.request import Request
 from provider.net.admission import Admission
-from provider.net.requests import Outbox, Request, RequestTable
+from provider.net.requests import Outbox, RequestTable
 from provider.operations.usage import TenantUsage
 from provider.schedule.ticket import RequestClass
 from wire import frame
@@ -25,7 +26,7 @@ class Stream:
     """Holds an outbox with its request table, and counts its notifications."""
 
     def __init__(self) -> None:
-        self.table = RequestTable(1 << 30, Admission().of("acme"), lambda job: None)
+        self.table = RequestTable(1 << 30, Admission().of("acme"), lambda request: None)
         self.usage = TenantUsage()
         self.outbox = Outbox(self.table, self.usage, most_waiting=4)
         self.num_notices = 0
@@ -37,7 +38,7 @@ class Stream:
     def request(self, number: int, rows: int) -> Request:
         """Makes a request and puts it into the table."""
         header = Header(FrameType.REQUEST, number, CALL, rows, 1, 0, 4 * rows, 30_000)
-        request = Request(header, REPLY_COLS, 4 * rows, RequestClass.DECODE, NOW)
+        request = Request("acme", header, REPLY_COLS, RequestClass.DECODE, NOW, lambda request, outcome: None)
         self.table.admit(header, request.request_class, request.held_bytes, NOW, request)
         return request
 

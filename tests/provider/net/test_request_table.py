@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from provider.engine.executor import Job
+from provider.engine.request import Request
 from provider.net.admission import Admission, TenantAdmission
-from provider.net.requests import Request, RequestTable
+from provider.net.requests import RequestTable
 from provider.schedule.quota import TenantLimits
 from provider.schedule.ticket import DECODE_IN_FLIGHT, DECODE_ROWS, RequestClass
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, Unavailable, VeilbaseError
@@ -24,16 +24,17 @@ NOW = 1000.0
 
 
 class Stream:
-    """Holds a table with its tenant's quota, and the jobs that were cancelled."""
+    """Holds a table with its tenant's quota, and the requests that were cancelled."""
 
     def __init__(self, limits: TenantLimits | None = None, max_bytes: int = 100 * ROW_BYTES, most: int = 10) -> None:
         self.admission: TenantAdmission = Admission({"acme": limits or TenantLimits()}).of("acme")
-        self.cancelled: list[Job] = []
+        self.cancelled: list[Request] = []
         self.table = RequestTable(max_bytes, self.admission, self.cancelled.append, most)
 
     def request(self, number: int, rows: int = 1, call: Call = FORWARD, expires_at: float = NOW + 30) -> Request:
         header = Header(FrameType.REQUEST, number, call, rows, COLS, 0, 4 * rows * COLS, 30_000)
-        return Request(header, REPLY_COLS, rows * ROW_BYTES, self.table.class_of(header, NOW), expires_at)
+        request_class = self.table.class_of(header, NOW)
+        return Request("acme", header, REPLY_COLS, request_class, expires_at, lambda request, outcome: None)
 
     def admit(self, number: int, rows: int = 1, call: Call = FORWARD, expires_at: float = NOW + 30) -> Request:
         request = self.request(number, rows, call, expires_at)
@@ -106,18 +107,31 @@ def test_bytes_and_requests_of_a_stream_are_bounded() -> None:
     assert stream.held()[:2] == (3, 3 * ROW_BYTES)
 
 
-def test_forgetting_drops_the_reply_and_the_job_once(stream: Stream) -> None:
+def test_forgetting_drops_the_reply_and_takes_the_request_out_of_the_queue_once(stream: Stream) -> None:
     request = stream.admit(1)
     request.reply = torch.zeros(1, REPLY_COLS)
-    request.job = job = Job(
-        FORWARD, torch.zeros(1, COLS), "acme", RequestClass.DECODE, NOW, lambda outcome: None, REPLY_COLS
-    )
+    request.complete(torch.zeros(1, COLS))
     done: list[str] = []
     assert stream.table.forget(1, then=lambda: done.append("first"))
     assert request.reply is None
-    assert stream.cancelled == [job]
+    assert stream.cancelled == [request]
     assert not stream.table.forget(1, then=lambda: done.append("second"))
-    assert (done, stream.cancelled, stream.held()) == (["first"], [job], NOTHING)
+    assert (done, stream.cancelled, stream.held()) == (["first"], [request], NOTHING)
+
+
+def test_a_request_of_which_chunks_are_missing_is_in_no_queue(stream: Stream) -> None:
+    stream.admit(1)
+    stream.table.forget(1)
+    assert stream.cancelled == []
+
+
+def test_a_request_that_the_scheduler_demotes_gives_back_the_quota_it_took(stream: Stream) -> None:
+    request = stream.admit(1)
+    request.complete(torch.zeros(1, COLS))
+    request.ticket.request_class = RequestClass.PREFILL  # as `Decoders.came` does if the tenant floods
+    assert request.request_class is RequestClass.DECODE
+    stream.table.forget(1)
+    assert stream.held() == NOTHING
 
 
 def test_nobody_finds_a_request_gone_before_what_was_left_in_its_place(stream: Stream) -> None:

@@ -226,7 +226,7 @@ def test_a_provider_that_drains_finishes_what_it_has(stream: Stream) -> None:
     assert stream.session.status().is_draining
     assert stream.ask(2)
     assert stream.frames() == [(FrameType.ERROR, 2, WireCode.UNAVAILABLE)]
-    stream.desk.jobs[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))
+    stream.desk.requests[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))
     assert stream.frames() == [(FrameType.REPLY, 1, 0)]
     assert stream.session.is_idle
 
@@ -247,7 +247,7 @@ def test_a_product_that_fails_answers_its_request_alone(stream: Stream, rows: in
     stream.desk.here = RemoteFault("broken")
     assert stream.ask(1, rows=rows)
     if rows > INLINE_ROWS:
-        stream.desk.jobs[0].done(RemoteFault("broken"))
+        stream.desk.requests[0].done(RemoteFault("broken"))
     assert stream.frames() == [(FrameType.ERROR, 1, WireCode.INTERNAL)]
     assert stream.session.status().num_requests == 0
     assert stream.admission.in_flight() == (0, 0)
@@ -352,11 +352,12 @@ def test_a_request_in_flight_and_what_it_holds(stream: Stream) -> None:
     assert stream.begin(1)
     status = stream.session.status()
     assert (status.num_requests, status.held_bytes, status.is_idle) == (1, 4 * 20 * (COLS + REPLY_COLS), False)
-    assert stream.desk.jobs == []
+    assert stream.desk.requests == []
     assert stream.go_on(1, 4, 4 * 20 * COLS - 4)
-    (job,) = stream.desk.jobs
-    assert (job.ticket.num_rows, job.ticket.request_class, job.reply_cols) == (20, RequestClass.PREFILL, REPLY_COLS)
-    job.done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))
+    (request,) = stream.desk.requests
+    assert (request.ticket.num_rows, request.ticket.request_class) == (20, RequestClass.PREFILL)
+    assert (request.reply_cols, request.tenant, request.held_bytes) == (REPLY_COLS, "acme", status.held_bytes)
+    request.done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))
     status = stream.session.status()
     assert (status.num_requests, status.num_waiting, status.is_idle) == (1, 1, False)  # until it is sent
     assert stream.frames() == [(FrameType.REPLY, 1, 0)]
@@ -368,9 +369,9 @@ def test_a_cancel_forgets_its_request_and_needs_none(stream: Stream) -> None:
     stream.ask(1)
     for number in (1, 1, 99):
         assert stream.session.receive(Header(FrameType.CANCEL, number).pack())
-    assert stream.desk.cancelled == stream.desk.jobs
+    assert stream.desk.cancelled == stream.desk.requests
     assert stream.session.is_idle
-    stream.desk.jobs[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))  # its product was being computed
+    stream.desk.requests[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))  # its product was being computed
     assert stream.frames() == []
 
 
@@ -399,7 +400,7 @@ def test_the_end_of_the_input_leaves_what_is_whole(stream: Stream) -> None:
     assert stream.session.status().num_requests == 1
     assert stream.frames() == []
     assert not stream.session.is_over
-    stream.desk.jobs[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))
+    stream.desk.requests[0].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))
     assert stream.frames() == [(FrameType.REPLY, 2, 0)]
     assert stream.session.is_over
 
@@ -452,8 +453,8 @@ def test_a_row_that_is_not_answered_at_once(stream: Stream, outcome: VeilbaseErr
     stream.desk.row = outcome
     stream.ask_row(1)
     if outcome is False:
-        assert (stream.session.status().num_requests, len(stream.desk.jobs)) == (1, 1)
-        stream.desk.jobs[0].done(torch.zeros(1, REPLY_COLS, dtype=torch.int32))
+        assert (stream.session.status().num_requests, len(stream.desk.requests)) == (1, 1)
+        stream.desk.requests[0].done(torch.zeros(1, REPLY_COLS, dtype=torch.int32))
         assert stream.frames() == [(FrameType.REPLY, 1, 0)]
     else:
         assert stream.frames() == [(FrameType.ERROR, 1, WireCode.INTERNAL)]

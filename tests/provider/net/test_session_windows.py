@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from provider.engine.executor import Job
+from provider.engine.request import Request
 from provider.net.admission import Admission
 from provider.net.session import Session
 from provider.net.windows import Window
@@ -46,10 +46,10 @@ class Stream:
         self.session.receive(frame.hello(FrameType.HELLO))
         self.frames()
 
-    def ask(self, number: int, rows: int = ROWS) -> Job:
+    def ask(self, number: int, rows: int = ROWS) -> Request:
         header = Header(FrameType.REQUEST, number, CALL, rows, COLS, 0, rows * COLS * 4, 30_000, IN_WINDOW)
         assert self.session.receive(header.pack() + Area(0, REPLY_AT).pack())
-        return self.desk.jobs[-1]
+        return self.desk.requests[-1]
 
     def frames(self) -> list[tuple[FrameType, int, int]]:
         found = []
@@ -77,13 +77,13 @@ def stream() -> Iterator[Stream]:
 
 
 def test_a_reply_is_written_before_it_is_said(stream: Stream) -> None:
-    job = stream.ask(1)
+    request = stream.ask(1)
     stream.memory.matrix(0, ROWS, COLS).fill_(9)
-    assert job.rows is not None
-    assert not isinstance(job.rows, bytes)
-    assert job.rows.unique().tolist() == [9], "rows are read in the window"  # type: ignore[union-attr]
+    assert request.rows is not None
+    assert not isinstance(request.rows, bytes)
+    assert request.rows.unique().tolist() == [9], "rows are read in the window"  # type: ignore[union-attr]
     assert stream.frames() == []
-    job.done(reply_of(6))
+    request.done(reply_of(6))
     assert stream.written() == [6]
     assert stream.frames() == [(FrameType.REPLY, 1, IN_WINDOW)]
     assert stream.session.status().num_requests == 0
@@ -93,36 +93,36 @@ def test_a_reply_is_written_before_it_is_said(stream: Stream) -> None:
 def test_one_row_takes_no_short_way(stream: Stream) -> None:
     """A window's row is on the device, where the thread that reads would wait for a large product."""
     stream.desk.here = reply_of(6)
-    job = stream.ask(1, rows=1)
-    assert (job.ticket.num_rows, stream.desk.num_rows) == (1, 0)
+    request = stream.ask(1, rows=1)
+    assert (request.ticket.num_rows, stream.desk.num_rows) == (1, 0)
 
 
 def test_nothing_is_written_for_a_request_that_was_cancelled(stream: Stream) -> None:
-    job = stream.ask(1)
+    request = stream.ask(1)
     stream.session.receive(Header(FrameType.CANCEL, 1).pack())
-    job.done(reply_of(6))
+    request.done(reply_of(6))
     assert stream.written() == [0]
     assert stream.frames() == []
 
 
 def test_a_request_that_has_expired_gets_one_answer(stream: Stream) -> None:
-    job = stream.ask(1)
+    request = stream.ask(1)
     stream.session.sweep(time.monotonic() + 60)
-    job.done(reply_of(6))
+    request.done(reply_of(6))
     assert stream.frames() == [(FrameType.ERROR, 1, WireCode.DEADLINE)]
     assert stream.written() == [0]
 
 
 def test_a_request_that_expires_while_its_reply_is_written(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tenant gets one answer, the error, and does not use the place again."""
-    job, put = stream.ask(1), stream.window.put
+    request, put = stream.ask(1), stream.window.put
 
     def put_late(*given: Any) -> None:
         stream.session.sweep(time.monotonic() + 60)
         put(*given)
 
     monkeypatch.setattr(stream.window, "put", put_late)
-    job.done(reply_of(6))
+    request.done(reply_of(6))
     assert stream.frames() == [(FrameType.ERROR, 1, WireCode.DEADLINE)]
 
 
@@ -143,11 +143,11 @@ def test_a_device_that_is_lost_while_a_reply_is_written(stream: Stream, monkeypa
 
 
 def test_the_last_reply_is_said_after_the_tenants_input_has_ended(stream: Stream) -> None:
-    job = stream.ask(1)
+    request = stream.ask(1)
     stream.session.end_input()
     assert stream.frames() == []
     assert not stream.session.is_over
-    job.done(reply_of(6))
+    request.done(reply_of(6))
     assert stream.frames() == [(FrameType.REPLY, 1, IN_WINDOW)]
     assert stream.session.is_over
 
@@ -160,15 +160,15 @@ def test_a_number_in_flight_cannot_be_used_again(stream: Stream) -> None:
 
 
 def test_rows_stay_mapped_until_the_last_product_and_no_longer(stream: Stream) -> None:
-    """Neither a job nor a session that somebody still holds keeps the memory; only the rows themselves do. Nothing
+    """Neither a request nor a session that somebody still holds keeps the memory; only the rows themselves do. Nothing
     waits for the garbage collector."""
-    before, job = stand_in().mapped_bytes, stream.ask(1)
-    rows = job.rows
+    before, request = stand_in().mapped_bytes, stream.ask(1)
+    rows = request.rows
     assert isinstance(rows, torch.Tensor)
     gc.disable()
     try:
         stream.session.close()
-        job.end()
+        request.end()
         del stream.window, stream.memory
         assert stand_in().mapped_bytes == before, "a product may still read the rows"
         del rows
@@ -179,7 +179,7 @@ def test_rows_stay_mapped_until_the_last_product_and_no_longer(stream: Stream) -
 
 def test_nothing_is_written_after_the_stream(stream: Stream) -> None:
     """Another stream of the tenant may have the memory by then."""
-    job = stream.ask(1)
+    request = stream.ask(1)
     stream.window.end()
-    job.done(reply_of(6))
+    request.done(reply_of(6))
     assert stream.written() == [0]

@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import stat
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from provider.operations.monitor import SERVICE_NAME, SOCKET_NAME, Monitor, read
 from provider.operations.status import check, look, parse, render, show
 from provider.operations.usage import UsageBook
 from provider.schedule.ticket import Piece, RequestClass, Ticket
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, end, until
 from wire.errors import ConfigurationError, WireCode
 from wire.frame import Arithmetic, Call, Direction
 
@@ -148,6 +149,32 @@ def test_a_socket_for_status(monitor: Monitor, tmp_path: Path) -> None:
     assert look(tmp_path).get("veilbase_streams") == 2
     monitor.close()
     assert not (tmp_path / SOCKET_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (b"HTTP/1.0 500 Oops\r\n\r\nnonsense", "status 500"),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 99\r\n\r\nhalf", "does not answer"),
+        (b"220 mail\r\n", "does not answer"),
+    ],
+)
+def test_an_answer_that_is_not_the_metrics_is_not_shown_as_such(answer: bytes, text: str, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / SOCKET_NAME))
+        listener.listen()
+
+        def reply() -> None:
+            with listener.accept()[0] as guest:
+                guest.recv(1 << 16)
+                guest.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        with pytest.raises(ConfigurationError, match=text) as caught:
+            read_metrics(tmp_path)
+        end(thread)
+    assert "\n" not in str(caught.value)
 
 
 def test_folders_that_cannot_have_a_socket(monitor: Monitor, tmp_path: Path) -> None:

@@ -86,3 +86,33 @@ def test_a_hint_of_another_width_than_the_trusted_weight_fails_its_check(cols: i
     with pytest.raises(VerificationFailed):
         executor.check(HINT, SeedPayload(seeded, cols), reply)
     assert link.is_closed
+
+
+def test_rows_of_any_float_dtype_are_computed_in_float32() -> None:
+    """Autocast would make masks and checks multiply in half precision."""
+    executor, group = RemoteExecutor([Link()], Off(Arithmetic.RING), Limits()), group_of(0, WEIGHT)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        rows = rows_of(3, 40).to(dtype)
+        expected = executor.run(group, FORWARD, rows.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            found = [
+                executor.run(group, FORWARD, rows),
+                executor.run_public(group, FORWARD, rows),
+                *executor.run_together([(group, rows)]),
+            ]
+        assert all(torch.equal(one, expected) for one in found), dtype
+    assert executor.run_together([]) == []
+
+
+def test_a_large_call_is_split_by_each_limit() -> None:
+    group, rows = group_of(0, WEIGHT), rows_of(100, 40)
+    for limits, most in (
+        (Limits(max_rows=40), 40),
+        (Limits(max_tensor_bytes=4096), 25),  # the wider of request and reply has 160 bytes a row
+        (Limits(max_in_flight_bytes=8192), 32),  # both together have 256
+        (Limits(), 100),
+    ):
+        link = Link()
+        product = RemoteExecutor([link], Off(Arithmetic.RING), limits).run(group, FORWARD, rows)
+        assert torch.allclose(product, rows @ (WEIGHT * group.alpha), rtol=1e-2, atol=1e-2)
+        assert len(link.sent) == -(-100 // most)

@@ -262,7 +262,7 @@ class Stream:
         self.window: TenantWindow = window
         self.traffic = Traffic()
         tensors = TensorStream(self.provider.near)
-        self.tenant = Multiplexer(tensors, LIMITS, self.traffic, lambda exc, _: Unavailable("gRPC"), window)
+        self.tenant = Multiplexer(tensors, LIMITS, self.traffic, window)
         assert self.hear()[0].kind is FrameType.HELLO
         self.provider.far.send(frame.hello(FrameType.WELCOME))
         self.tenant.wait_welcome()

@@ -31,7 +31,7 @@ class ClearSocket(MessageSocket):
     """Carries messages unencrypted; see `MessageSocket`."""
 
     FIRST_BYTES = (1 << 15) - LENGTH.size
-    PIECE_BYTES = 1 << 30  # The kernel takes all of a message at once, or as much as it has room for.
+    NEXT_BYTES = 1 << 30  # The kernel takes all of a message at once, or as much as it has room for.
 
     def __init__(self, plain: socket.socket, certificate: bytes, busy_poll_s: float = 0.0) -> None:
         """Takes a socket on which both ends have sent `clear`, the last message of the handshake.
@@ -47,7 +47,6 @@ class ClearSocket(MessageSocket):
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
 
     def peer_certificate(self) -> bytes:
-        """Returns the certificate that the peer showed in the handshake, in DER."""
         return self._certificate
 
     def send(self, message: bytes | memoryview) -> None:
@@ -59,19 +58,19 @@ class ClearSocket(MessageSocket):
         if len(message) > self.FIRST_BYTES or not self._send_lock.acquire(False):
             return super().send(message)
         try:
-            if self._is_closed or self._unsent or self._piece or self._begun or os.getpid() != self._pid:
+            if self._is_closed or self._unsent or self._going or self._begun or os.getpid() != self._pid:
                 self._unsent.append(message)
             else:
                 data = LENGTH.pack(len(message)) + message
                 sent = self._plain.send(data, socket.MSG_DONTWAIT)
                 if sent < len(data):
-                    self._piece = memoryview(data)[sent:]
+                    self._going = memoryview(data)[sent:]
         except BlockingIOError:
             self._unsent.append(message)
         finally:
             self._send_lock.release()
         self._has_sent = True
-        if self._unsent or self._piece:
+        if self._unsent or self._going:
             self.flush()
         return None
 
@@ -128,20 +127,20 @@ class ClearSocket(MessageSocket):
                 raise TimeoutError("no message came in time")
             with contextlib.suppress(BlockingIOError):
                 if descriptors is None:
-                    piece = self._plain.recv(num_bytes - len(data), socket.MSG_DONTWAIT)
+                    part = self._plain.recv(num_bytes - len(data), socket.MSG_DONTWAIT)
                 else:
-                    piece, came, flags, _ = socket.recv_fds(
+                    part, came, flags, _ = socket.recv_fds(
                         self._plain, num_bytes - len(data), 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
                     )
                     descriptors += came
                     if flags & socket.MSG_CTRUNC:
                         raise MalformedFrame("expected at most one descriptor")
-                if not piece:
+                if not part:
                     raise ConnectionError("the peer closed the connection")
-                data += piece
+                data += part
         return data
 
-    def _piece_to_send(self, plain: bytes | memoryview) -> memoryview:
+    def _as_sent(self, plain: bytes | memoryview) -> memoryview:
         return memoryview(plain)
 
     def _receive_some(self, flags: int) -> int:

@@ -16,23 +16,14 @@ import ssl
 import time
 from collections.abc import Iterator
 
-import grpc
 import torch
 
-from wire.errors import (
-    ConfigurationError,
-    MalformedFrame,
-    TransportError,
-    Unauthenticated,
-    Unavailable,
-    VeilbaseError,
-    WrongPeer,
-)
+from wire.errors import ConfigurationError, MalformedFrame, Unauthenticated, Unavailable, WrongPeer
 from wire.gpu_window.memory import LIBRARY, Driver
 from wire.limits import MAX_MANIFEST_BYTES, deadline_s
 from wire.manifest import Manifest, parse_manifest
 from wire.transport.busy_poll import tenants_most_s
-from wire.transport.grpc_stream import MessageStream
+from wire.transport.connection import MessageStream
 from wire.transport.identity import TlsIdentity
 from wire.transport.ipc import handshake
 from wire.transport.ipc.clear_socket import ClearSocket
@@ -125,14 +116,10 @@ class IpcConnection(StreamConnection):
 
     @property
     def window(self) -> TenantWindow | None:
-        """Returns the window of the newest stream, or None if it has none."""
         return self._window
 
     def _take_window(self) -> TenantWindow | None:
         return self._window
-
-    def _translate(self, exc: grpc.RpcError, connected: bool) -> VeilbaseError:
-        return TransportError("a stream without gRPC failed in gRPC")  # No such stream raises what is translated here.
 
     def _drop(self) -> None:
         self._window = None

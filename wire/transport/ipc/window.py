@@ -110,12 +110,10 @@ class TenantWindow:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the size of the window."""
         return self.memory.size
 
     @property
     def free_bytes(self) -> int:
-        """Returns how many bytes no request uses."""
         return self.areas.free_bytes
 
 

@@ -1,0 +1,97 @@
+"""Tests the multiplexer over a stream that is neither gRPC's nor a socket's: `MessageStream` is all that it needs."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.waiting import WAIT_S
+from wire import frame
+from wire.errors import MalformedFrame, TransportError, Unavailable, VeilbaseError
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header
+from wire.limits import Limits
+from wire.payload import RowsPayload
+from wire.transport.connection import MessageStream, Traffic
+from wire.transport.multiplexer import Multiplexer
+
+CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+ROWS = torch.ones(3, 4, dtype=torch.int32)
+
+
+class Stream(MessageStream):
+    """Keeps what is sent, and gives or raises what the test puts in."""
+
+    has_unsent = False
+
+    def __init__(self) -> None:
+        self.sent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.coming: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._is_active = True
+
+    def send(self, message: bytes | memoryview) -> None:
+        self.sent.put(bytes(message))
+
+    def step(self) -> bytes:
+        found = self.coming.get(timeout=WAIT_S)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def is_active(self) -> bool:
+        return self._is_active
+
+    def close(self) -> None:
+        self._is_active = False
+        self.coming.put(EOFError())
+
+
+@pytest.fixture
+def stream() -> Iterator[Stream]:
+    made = Stream()
+    yield made
+    made.close()
+
+
+def greeted(stream: Stream) -> Multiplexer:
+    made = Multiplexer(stream, Limits(), Traffic())
+    stream.coming.put(frame.hello(FrameType.WELCOME))
+    made.wait_welcome()
+    assert frame.parse(stream.sent.get(timeout=WAIT_S))[0].kind is FrameType.HELLO
+    return made
+
+
+def test_a_request_and_its_reply(stream: Stream) -> None:
+    tenant = greeted(stream)
+    request = tenant.submit(CALL, RowsPayload(ROWS), 2)
+    asked, _ = frame.parse(stream.sent.get(timeout=WAIT_S))
+    reply = Header(FrameType.REPLY, asked.request_id, CALL, 3, 2, 0, 24)
+    stream.coming.put(reply.pack() + bytes(24))
+    assert torch.equal(request.result(), torch.zeros(3, 2, dtype=torch.int32))
+    tenant.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (EOFError(), Unavailable),
+        (Unavailable("the connection broke"), Unavailable),
+        (MalformedFrame("a length that no message may have"), MalformedFrame),
+        (ValueError("a text with a secret 123"), TransportError),
+    ],
+)
+def test_a_streams_end_is_an_error_of_the_tree(stream: Stream, error: Exception, kind: type[VeilbaseError]) -> None:
+    tenant = greeted(stream)
+    request = tenant.submit(CALL, RowsPayload(ROWS), 2)
+    stream.coming.put(error)
+    with pytest.raises(VeilbaseError) as caught:
+        request.result()
+    assert type(caught.value) is kind
+    assert "123" not in str(caught.value)
+    assert tenant.failure is not None
+    assert tenant.failure.__traceback__ is None, "a traceback would keep the stream, and what it received"
+    assert not tenant.is_usable()
+    with pytest.raises(kind):
+        tenant.submit(CALL, RowsPayload(ROWS), 2)
