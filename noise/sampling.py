@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 
 from noise.blocks.pool import share
 from noise.params import NOMINAL_SIGMA, LatticeParameters
+from noise.polynomial import kernels
 from wire.errors import ConfigurationError
 
 Bytes = npt.NDArray[np.uint8]
@@ -206,6 +207,9 @@ def _count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
     share = 8 // rest if rest else 1  # This many samples share one byte for their remaining bits.
     width = -(-count // share)
     drawn = rng.array(whole * count + (width if rest else 0))
+    if kernels.available():
+        kernels.count_ones(drawn, out, whole, rest)
+        return
     ones = np.bitwise_count(drawn[: whole * count].reshape(whole, count))
     out[:] = 0
     for plane in ones:

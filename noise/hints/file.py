@@ -32,6 +32,7 @@ import numpy.typing as npt
 import torch
 
 from noise.disk.private_files import sync_folder
+from noise.polynomial.kernels import PACKED_BYTES, PackedColumns
 from wire.errors import ConfigurationError, InvalidTensor, MaskError
 from wire.limits import MAX_FEATURES
 
@@ -41,6 +42,7 @@ the chunks in which effects are computed. Wider tiles would not decode faster; n
 HEADER_BYTES = 4096
 _CRC_BYTES = 4
 _WORD_BITS = 32
+_BYTE_BITS = 8
 _MOST_ROWS = 1 << 16
 _GROUP = {0: 1, 8: 1, 10: 4, 12: 2}
 """Maps the number of dropped bits t to how many numbers fill whole bytes together: one number of 32 or 24 bits, four of
@@ -213,6 +215,11 @@ class Hint(ABC):
             raise InvalidTensor(f"a hint of {self.features} features has no columns {start} to {stop}")
         return self._load(start, stop)
 
+    def packed(self, start: int, stop: int) -> PackedColumns | None:
+        """Returns some columns as they are stored, for the compiled products of noise/polynomial/kernels.py; None if
+        this hint does not store them in the form that these read. A tile that fails its checksum raises MaskError."""
+        return None
+
     @abstractmethod
     def _load(self, start: int, stop: int) -> torch.Tensor: ...
 
@@ -227,6 +234,7 @@ class MappedHint(Hint):
         self._path = path
         self._layout = layout
         self._file = file
+        self._bytes = np.frombuffer(file, dtype=np.uint8)
         self._checked = bytearray(layout.num_tiles)
 
     @classmethod
@@ -261,6 +269,19 @@ class MappedHint(Hint):
             left, right = max(first, begin), min(last, begin + TILE_FEATURES)
             self._decode(tile, left - begin, numbers[:, left - first : right - first])
         return torch.from_numpy(numbers)[:, start - first : stop - first].contiguous()
+
+    def packed(self, start: int, stop: int) -> PackedColumns | None:
+        """Returns some columns of one tile as they lie in the file, if each number has three bytes there and the
+        columns are a multiple of four; if not, None."""
+        tile, layout = start // TILE_FEATURES, self._layout
+        columns = layout.columns(tile)
+        if layout.dropped_bits != _BYTE_BITS or (stop - start) % 4 or not columns.start <= start < stop <= columns.stop:
+            return None
+        offset, num_bytes = layout.span(tile, range(layout.rows))
+        if not self._checked[tile]:
+            self._check(tile, offset, num_bytes)
+        first = offset + (start - columns.start) * PACKED_BYTES
+        return PackedColumns(self._bytes, first, layout.row_bytes(tile))
 
     def _decode(self, tile: int, column: int, out: npt.NDArray[np.int32]) -> None:
         """Fills `out` with the columns of a tile, starting from `column`."""

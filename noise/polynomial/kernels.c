@@ -58,25 +58,62 @@ AVX2 static inline number sub_turned(number a, number b) {
 }
 
 AVX2 static inline number times(number a, __m256d re, __m256d im) {
-    return (number){_mm256_fmsub_pd(a.re, re, _mm256_mul_pd(a.im, im)), _mm256_fmadd_pd(a.re, im, _mm256_mul_pd(a.im, re))};
+    return (number){_mm256_fnmadd_pd(a.im, im, _mm256_mul_pd(a.re, re)), _mm256_fmadd_pd(a.re, im, _mm256_mul_pd(a.im, re))};
 }
 
 /* Returns a times the conjugate of re + i*im. */
 AVX2 static inline number times_conjugate(number a, __m256d re, __m256d im) {
-    return (number){_mm256_fmadd_pd(a.re, re, _mm256_mul_pd(a.im, im)), _mm256_fmsub_pd(a.im, re, _mm256_mul_pd(a.re, im))};
+    return (number){_mm256_fmadd_pd(a.re, re, _mm256_mul_pd(a.im, im)), _mm256_fnmadd_pd(a.re, im, _mm256_mul_pd(a.im, re))};
 }
 
 /* ---- transforms ------------------------------------------------------------------------------------------------- */
 
-/*
- * Transforms in place. `twiddles` holds the roots, pass by pass and node by node: if the number of doublings is odd,
- * a first pass of one node has w with w^2 = i; then each node, modulo X^size - r, has the three numbers w, w^2, w^3
- * with w^4 = r.
- */
+#define INLINE static inline __attribute__((always_inline))
 
-AVX2 static void reduce(double *x, int64_t half, const double *twiddles) {
-    int64_t size = half;
-    if (__builtin_ctzll((uint64_t)half) & 1) {
+/* A node of a transform: its four numbers are taken by reference, so that each pass can load and store in its own way. */
+typedef struct {
+    __m256d re1, im1, re2, im2, re3, im3;
+} roots;
+
+AVX2 INLINE roots load_roots(const double *twiddles) {
+    return (roots){_mm256_broadcast_sd(twiddles),     _mm256_broadcast_sd(twiddles + 1), _mm256_broadcast_sd(twiddles + 2),
+                   _mm256_broadcast_sd(twiddles + 3), _mm256_broadcast_sd(twiddles + 4), _mm256_broadcast_sd(twiddles + 5)};
+}
+
+/* Reduces a polynomial modulo X^4 - r to its values at the four roots of r, number by number. */
+AVX2 INLINE void split(number x[4], roots w) {
+    number a = x[0], b = times(x[1], w.re1, w.im1), c = times(x[2], w.re2, w.im2), d = times(x[3], w.re3, w.im3);
+    number even = add(a, c), odd = sub(a, c), sum = add(b, d), difference = sub(b, d);
+    x[0] = add(even, sum);
+    x[1] = sub(even, sum);
+    x[2] = add_turned(odd, difference);
+    x[3] = sub_turned(odd, difference);
+}
+
+/* Undoes `split`, except for a factor of four. */
+AVX2 INLINE void join(number x[4], roots w) {
+    number even = add(x[0], x[1]), sum = sub(x[0], x[1]), odd = add(x[2], x[3]), turned = sub(x[2], x[3]);
+    x[0] = add(even, odd);
+    x[1] = times_conjugate(sub_turned(sum, turned), w.re1, w.im1);
+    x[2] = times_conjugate(sub(even, odd), w.re2, w.im2);
+    x[3] = times_conjugate(add_turned(sum, turned), w.re3, w.im3);
+}
+
+AVX2 INLINE void load_four(number x[4], const double *at, int64_t step) {
+    for (int k = 0; k < 4; k++) x[k] = load(at + k * step);
+}
+
+AVX2 INLINE void store_four(double *at, int64_t step, const number x[4]) {
+    for (int k = 0; k < 4; k++) store(at + k * step, x[k]);
+}
+
+/*
+ * Transforms in place, from nodes of `size` numbers down to values. `twiddles` holds the roots, pass by pass and node by
+ * node: if the number of doublings of half is odd, a first pass of one node has w with w^2 = i; then each node, modulo
+ * X^size - r, has the three numbers w, w^2, w^3 with w^4 = r.
+ */
+AVX2 static void reduce(double *x, int64_t half, int64_t size, const double *twiddles) {
+    if (size == half && (__builtin_ctzll((uint64_t)half) & 1)) {
         size /= 2;
         __m256d re = _mm256_broadcast_sd(twiddles), im = _mm256_broadcast_sd(twiddles + 1);
         for (int64_t j = 0; j < size; j++) {
@@ -90,100 +127,132 @@ AVX2 static void reduce(double *x, int64_t half, const double *twiddles) {
     for (; size > 1; size /= 4) {
         int64_t step = size / 4 * COMPLEX;
         for (double *node = x; node < x + half * COMPLEX; node += size * COMPLEX, twiddles += 6) {
-            __m256d re1 = _mm256_broadcast_sd(twiddles), im1 = _mm256_broadcast_sd(twiddles + 1);
-            __m256d re2 = _mm256_broadcast_sd(twiddles + 2), im2 = _mm256_broadcast_sd(twiddles + 3);
-            __m256d re3 = _mm256_broadcast_sd(twiddles + 4), im3 = _mm256_broadcast_sd(twiddles + 5);
+            roots w = load_roots(twiddles);
             for (double *at = node; at < node + step; at += COMPLEX) {
-                number a = load(at), b = times(load(at + step), re1, im1);
-                number c = times(load(at + 2 * step), re2, im2), d = times(load(at + 3 * step), re3, im3);
-                number even = add(a, c), odd = sub(a, c), sum = add(b, d), difference = sub(b, d);
-                store(at, add(even, sum));
-                store(at + step, sub(even, sum));
-                store(at + 2 * step, add_turned(odd, difference));
-                store(at + 3 * step, sub_turned(odd, difference));
+                number four[4];
+                load_four(four, at, step);
+                split(four, w);
+                store_four(at, step, four);
             }
         }
     }
 }
 
-/* Undoes `reduce`, except for a factor of half. `end` points behind the last twiddle. */
-AVX2 static void rebuild(double *x, int64_t half, const double *end) {
-    int is_odd = __builtin_ctzll((uint64_t)half) & 1;
-    int64_t top = is_odd ? half / 2 : half;
-    for (int64_t size = 4; size <= top; size *= 4) {
+/* Undoes the passes of `reduce` for nodes of `size` to `last` numbers. Returns the twiddles of the pass of `last`. */
+AVX2 static const double *rebuild(double *x, int64_t half, int64_t size, int64_t last, const double *twiddles) {
+    for (; size <= last; size *= 4) {
         int64_t step = size / 4 * COMPLEX;
-        end -= half / size * 6;
-        const double *twiddles = end;
-        for (double *node = x; node < x + half * COMPLEX; node += size * COMPLEX, twiddles += 6) {
-            __m256d re1 = _mm256_broadcast_sd(twiddles), im1 = _mm256_broadcast_sd(twiddles + 1);
-            __m256d re2 = _mm256_broadcast_sd(twiddles + 2), im2 = _mm256_broadcast_sd(twiddles + 3);
-            __m256d re3 = _mm256_broadcast_sd(twiddles + 4), im3 = _mm256_broadcast_sd(twiddles + 5);
+        twiddles -= half / size * 6;
+        const double *own = twiddles;
+        for (double *node = x; node < x + half * COMPLEX; node += size * COMPLEX, own += 6) {
+            roots w = load_roots(own);
             for (double *at = node; at < node + step; at += COMPLEX) {
-                number first = load(at), second = load(at + step), third = load(at + 2 * step), fourth = load(at + 3 * step);
-                number even = add(first, second), sum = sub(first, second);
-                number odd = add(third, fourth), turned = sub(third, fourth);
-                store(at, add(even, odd));
-                store(at + step, times_conjugate(sub_turned(sum, turned), re1, im1));
-                store(at + 2 * step, times_conjugate(sub(even, odd), re2, im2));
-                store(at + 3 * step, times_conjugate(add_turned(sum, turned), re3, im3));
+                number four[4];
+                load_four(four, at, step);
+                join(four, w);
+                store_four(at, step, four);
             }
         }
     }
-    if (is_odd) {
-        end -= 2;
-        __m256d re = _mm256_broadcast_sd(end), im = _mm256_broadcast_sd(end + 1);
-        for (int64_t j = 0; j < top; j++) {
-            double *first = x + j * COMPLEX, *second = first + top * COMPLEX;
-            number a = load(first), b = load(second);
-            store(first, add(a, b));
-            store(second, times_conjugate(sub(a, b), re, im));
-        }
-    }
+    return twiddles;
 }
 
-/* Folds and transforms one polynomial of up to LANES columns; unused lanes hold zeros. */
-AVX2 static void transform_lanes(double *out, const int32_t *matrix, int64_t stride, int64_t lanes, int64_t half, const double *twiddles) {
-    __m128i kept = _mm_cmpgt_epi32(_mm_set1_epi32((int32_t)lanes), _mm_setr_epi32(0, 1, 2, 3));
-    for (int64_t j = 0; j < half; j++, matrix += stride) {
-        __m256d re = _mm256_cvtepi32_pd(_mm_maskload_epi32(matrix, kept));
-        __m256d im = _mm256_cvtepi32_pd(_mm_maskload_epi32(matrix + half * stride, kept));
-        store(out + j * COMPLEX, (number){re, im});
+/* How the numbers of a matrix lie in memory. */
+enum { WHOLE, PARTIAL, PACKED }; /* four int32; up to four int32, the other lanes are zero; four numbers of three bytes */
+
+typedef struct {
+    const char *first; /* the first column's number in the first row */
+    int64_t row_bytes;
+    __m128i kept;      /* for PARTIAL: lanes of ones where there is a column */
+} source;
+
+/* Loads a row's numbers of LANES columns. Of packed numbers, the low byte is zero. */
+AVX2 INLINE __m256d load_numbers(const char *at, int kind, __m128i kept) {
+    if (kind == PARTIAL) return _mm256_cvtepi32_pd(_mm_maskload_epi32((const int *)at, kept));
+    if (kind == WHOLE) return _mm256_cvtepi32_pd(_mm_loadu_si128((const __m128i *)at));
+    /* The four bytes before the numbers are read too, and not four bytes behind them: a file of hints has a header. */
+    const __m128i places = _mm_setr_epi8(-1, 4, 5, 6, -1, 7, 8, 9, -1, 10, 11, 12, -1, 13, 14, 15);
+    return _mm256_cvtepi32_pd(_mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(at - 4)), places));
+}
+
+/* Folds and transforms one polynomial of LANES columns. */
+AVX2 INLINE void transform_lanes(double *out, source matrix, int kind, int64_t half, const double *twiddles) {
+    int64_t row = matrix.row_bytes;
+    const char *at = matrix.first, *imaginary = at + half * row;
+    if (half < 4 || (__builtin_ctzll((uint64_t)half) & 1)) {
+        for (int64_t j = 0; j < half; j++)
+            store(out + j * COMPLEX, (number){load_numbers(at + j * row, kind, matrix.kept),
+                                              load_numbers(imaginary + j * row, kind, matrix.kept)});
+        reduce(out, half, half, twiddles);
+        return;
     }
-    reduce(out, half, twiddles);
+    roots w = load_roots(twiddles); /* The first pass is done while the numbers are folded. */
+    for (int64_t j = 0; j < half / 4; j++) {
+        number four[4];
+        for (int k = 0; k < 4; k++) {
+            int64_t from = (j + k * (half / 4)) * row;
+            four[k] = (number){load_numbers(at + from, kind, matrix.kept), load_numbers(imaginary + from, kind, matrix.kept)};
+        }
+        split(four, w);
+        store_four(out + j * COMPLEX, half / 4 * COMPLEX, four);
+    }
+    reduce(out, half, half / 4, twiddles + 6);
+}
+
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+/* Transforms `features` columns of a matrix; see `veilbase_transform`. Packed columns are a multiple of LANES. */
+AVX2 static void transform_columns(const char *matrix, int64_t row_bytes, int is_packed, int64_t rank, int64_t degree,
+                                   int64_t features, const double *twiddles, double *out) {
+    int64_t half = degree / 2;
+    for (int64_t c = 0; c < features; c += LANES) {
+        int32_t lanes = (int32_t)MIN(LANES, features - c);
+        __m128i kept = _mm_cmpgt_epi32(_mm_set1_epi32(lanes), _mm_setr_epi32(0, 1, 2, 3));
+        for (int64_t i = 0; i < rank; i++, out += half * COMPLEX) {
+            source from = {matrix + i * degree * row_bytes + c * (is_packed ? 3 : 4), row_bytes, kept};
+            if (is_packed) transform_lanes(out, from, PACKED, half, twiddles);
+            else if (lanes == LANES) transform_lanes(out, from, WHOLE, half, twiddles);
+            else transform_lanes(out, from, PARTIAL, half, twiddles);
+        }
+    }
 }
 
 /* ---- products --------------------------------------------------------------------------------------------------- */
 
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-
-/* Computes x = sum over i of hat_i * secret_i, number by number. */
-AVX2 static void multiply(double *x, const double *hat, const double *secret, int64_t rank, int64_t half) {
-    for (int64_t j = 0; j < half; j++) {
-        number sum = {_mm256_setzero_pd(), _mm256_setzero_pd()};
-        for (int64_t i = 0; i < rank; i++) {
-            number a = load(hat + (i * half + j) * COMPLEX);
-            __m256d re = _mm256_broadcast_sd(secret + 2 * (i * half + j)), im = _mm256_broadcast_sd(secret + 2 * (i * half + j) + 1);
-            sum.re = _mm256_fnmadd_pd(a.im, im, _mm256_fmadd_pd(a.re, re, sum.re));
-            sum.im = _mm256_fmadd_pd(a.im, re, _mm256_fmadd_pd(a.re, im, sum.im));
-        }
-        store(x + j * COMPLEX, sum);
+/* Returns the sum over i of hat_i * secret_i, for number j. */
+AVX2 INLINE number multiplied(const double *hat, const double *secret, int64_t rank, int64_t half, int64_t j) {
+    number sum = {_mm256_setzero_pd(), _mm256_setzero_pd()};
+    for (int64_t i = 0; i < rank; i++) {
+        number a = load(hat + (i * half + j) * COMPLEX);
+        __m256d re = _mm256_broadcast_sd(secret + 2 * (i * half + j)), im = _mm256_broadcast_sd(secret + 2 * (i * half + j) + 1);
+        sum.re = _mm256_fnmadd_pd(a.im, im, _mm256_fmadd_pd(a.re, re, sum.re));
+        sum.im = _mm256_fmadd_pd(a.im, re, _mm256_fmadd_pd(a.re, im, sum.im));
     }
+    return sum;
 }
 
-/* The largest distances to an integer so far, and lanes of ones where a distance was not a number. */
-typedef struct {
-    __m256d largest, wrong;
-} distance;
-
-/* Rounds, reduces mod 2^32 and writes. */
-AVX2 static inline distance write_rounded(int32_t *out, __m256d x, __m256d scale, distance seen) {
-    __m256d exact = _mm256_mul_pd(x, scale), rounder = _mm256_set1_pd(ROUNDER), moved = _mm256_add_pd(exact, rounder);
+/*
+ * Rounds, reduces mod 2^32 and writes. Returns a bound of the largest distances to an integer so far: the largest high
+ * and low halves of their bits, since doubles that are not negative are ordered as their bits are. What is not a number
+ * is above all others.
+ */
+AVX2 INLINE __m256i write_rounded(int32_t *out, __m256d exact, __m256i seen) {
+    __m256d rounder = _mm256_set1_pd(ROUNDER), moved = _mm256_add_pd(exact, rounder);
     __m256d error = _mm256_andnot_pd(_mm256_set1_pd(-0.0), _mm256_sub_pd(exact, _mm256_sub_pd(moved, rounder)));
-    __m256i words = _mm256_permutevar8x32_epi32(_mm256_castpd_si256(moved), _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
-    _mm_storeu_si128((__m128i *)out, _mm256_castsi256_si128(words));
-    seen.largest = _mm256_max_pd(error, seen.largest);
-    seen.wrong = _mm256_or_pd(seen.wrong, _mm256_cmp_pd(error, error, _CMP_UNORD_Q));
-    return seen;
+    __m128 low = _mm_castpd_ps(_mm256_castpd256_pd128(moved)), high = _mm_castpd_ps(_mm256_extractf128_pd(moved, 1));
+    _mm_storeu_ps((float *)out, _mm_shuffle_ps(low, high, 0x88));
+    return _mm256_max_epu32(seen, _mm256_castpd_si256(error));
+}
+
+/* Returns the bound that `write_rounded` gathered; infinity for what is not a number. */
+AVX2 static double bound(__m256i seen) {
+    double lanes[LANES], largest = 0;
+    _mm256_storeu_si256((__m256i *)lanes, seen);
+    for (int i = 0; i < LANES; i++) {
+        if (!(lanes[i] < HUGE_VAL)) return HUGE_VAL;
+        largest = lanes[i] > largest ? lanes[i] : largest;
+    }
+    return largest;
 }
 
 AVX2 static inline __m256i eight_errors(const char *error, int64_t error_bytes) {
@@ -199,16 +268,20 @@ static inline int32_t one_error(const char *error, int64_t error_bytes) {
 }
 
 /*
- * Writes rows of WIDTH numbers, plus the errors, to their places. Whole vectors bypass the caches: they are used much
- * later, and rows that lie a multiple of 4 KiB apart would evict each other.
+ * Writes the rows of up to WIDTH columns, plus the errors, to their places. `rows` has the columns in groups of LANES, one
+ * group after the other. Whole vectors bypass the caches: they are used much later, and rows that lie a multiple of 4 KiB
+ * apart would evict each other.
  */
 AVX2 static void write_rows(int32_t *out, int64_t stride, const int32_t *rows, int64_t degree, int64_t width,
                             const char *error, int64_t error_bytes, int64_t error_stride) {
     int is_whole = width == WIDTH && ((uintptr_t)out & 31) == 0 && stride % 8 == 0;
-    for (int64_t t = 0; t < degree; t++, out += stride, rows += WIDTH) {
+    int64_t group = degree * LANES;
+    for (int64_t t = 0; t < degree; t++, out += stride, rows += LANES) {
         const char *errors = error ? error + t * error_stride * error_bytes : NULL;
         if (is_whole) {
-            __m256i left = _mm256_loadu_si256((const __m256i *)rows), right = _mm256_loadu_si256((const __m256i *)(rows + 8));
+            const float *four = (const float *)rows;
+            __m256i left = _mm256_castps_si256(_mm256_loadu2_m128(four + group, four));
+            __m256i right = _mm256_castps_si256(_mm256_loadu2_m128(four + 3 * group, four + 2 * group));
             if (errors) {
                 left = _mm256_add_epi32(left, eight_errors(errors, error_bytes));
                 right = _mm256_add_epi32(right, eight_errors(errors + 8 * error_bytes, error_bytes));
@@ -216,51 +289,88 @@ AVX2 static void write_rows(int32_t *out, int64_t stride, const int32_t *rows, i
             _mm256_stream_si256((__m256i *)out, left);
             _mm256_stream_si256((__m256i *)(out + 8), right);
         } else {
-            for (int64_t c = 0; c < width; c++)
-                out[c] = (int32_t)((uint32_t)rows[c] + (uint32_t)(errors ? one_error(errors + c * error_bytes, error_bytes) : 0));
+            for (int64_t c = 0; c < width; c++) {
+                uint32_t added = errors ? (uint32_t)one_error(errors + c * error_bytes, error_bytes) : 0;
+                out[c] = (int32_t)((uint32_t)rows[c / LANES * group + c % LANES] + added);
+            }
         }
     }
 }
 
 typedef struct {
     int64_t num_blocks, rank, degree;
-    const double *twiddles, *twiddles_end;
+    const double *twiddles_end;
     const double *secrets;                  /* num_blocks x rank x N/2 x 2 */
     const char *error;                      /* or NULL */
     int64_t error_bytes, error_row, error_block;
     int32_t *out;
     int64_t out_row, out_block;
     double *numbers;                        /* scratch: N/2 x COMPLEX */
-    int32_t *rows;                          /* scratch: N x WIDTH */
+    int32_t *rows;                          /* scratch: num_blocks x GROUPS x N x LANES */
 } task;
 
-/* Computes up to WIDTH features, from column `feature` on, of all blocks. */
-AVX2 static distance combine_width(const task *all, const double *hat, int64_t feature, int64_t width, distance seen) {
-    int64_t half = all->degree / 2, group_doubles = all->rank * half * COMPLEX;
-    __m256d scale = _mm256_set1_pd(1.0 / (double)half);
-    for (int64_t b = 0; b < all->num_blocks; b++) {
-        for (int64_t g = 0; g * LANES < width; g++) {
-            multiply(all->numbers, hat + g * group_doubles, all->secrets + b * all->rank * half * 2, all->rank, half);
-            rebuild(all->numbers, half, all->twiddles_end);
-            for (int64_t j = 0; j < half; j++) {
-                number x = load(all->numbers + j * COMPLEX);
-                int32_t *to = all->rows + j * WIDTH + g * LANES;
-                seen = write_rounded(to, x.re, scale, seen);
-                seen = write_rounded(to + half * WIDTH, x.im, scale, seen);
+/* Multiplies the transforms of LANES columns by the secrets of a block, transforms back and writes N rows of LANES numbers. */
+AVX2 static __m256i combine_lanes(const task *all, const double *hat, const double *secret, int32_t *rows, __m256i seen) {
+    int64_t half = all->degree / 2, quarter = half / 4, rank = all->rank;
+    double *x = all->numbers;
+    const double *twiddles = all->twiddles_end;
+    if (half < 16 || (__builtin_ctzll((uint64_t)half) & 1)) {
+        for (int64_t j = 0; j < half; j++) store(x + j * COMPLEX, multiplied(hat, secret, rank, half, j));
+        int is_odd = __builtin_ctzll((uint64_t)half) & 1;
+        int64_t top = is_odd ? half / 2 : half;
+        twiddles = rebuild(x, half, 4, top, twiddles);
+        if (is_odd) {
+            __m256d re = _mm256_broadcast_sd(twiddles - 2), im = _mm256_broadcast_sd(twiddles - 1);
+            for (int64_t j = 0; j < top; j++) {
+                double *first = x + j * COMPLEX, *second = first + top * COMPLEX;
+                number a = load(first), b = load(second);
+                store(first, add(a, b));
+                store(second, times_conjugate(sub(a, b), re, im));
             }
         }
-        const char *error = all->error ? all->error + (b * all->error_block + feature) * all->error_bytes : NULL;
-        write_rows(all->out + b * all->out_block + feature, all->out_row, all->rows, all->degree, width, error,
-                   all->error_bytes, all->error_row);
+        for (int64_t j = 0; j < half; j++) {
+            number done = load(x + j * COMPLEX);
+            seen = write_rounded(rows + j * LANES, done.re, seen);
+            seen = write_rounded(rows + (half + j) * LANES, done.im, seen);
+        }
+        return seen;
+    }
+    twiddles -= quarter * 6; /* The first pass is done while the numbers are multiplied. */
+    for (int64_t j = 0; j < half; j += 4) {
+        number four[4];
+        for (int k = 0; k < 4; k++) four[k] = multiplied(hat, secret, rank, half, j + k);
+        join(four, load_roots(twiddles + j / 4 * 6));
+        store_four(x + j * COMPLEX, COMPLEX, four);
+    }
+    twiddles = rebuild(x, half, 16, quarter, twiddles) - 6;
+    roots w = load_roots(twiddles); /* The last pass is done while the numbers are rounded. */
+    for (int64_t j = 0; j < quarter; j++) {
+        number four[4];
+        load_four(four, x + j * COMPLEX, quarter * COMPLEX);
+        join(four, w);
+        for (int k = 0; k < 4; k++) {
+            int32_t *to = rows + (j + k * quarter) * LANES;
+            seen = write_rounded(to, four[k].re, seen);
+            seen = write_rounded(to + half * LANES, four[k].im, seen);
+        }
     }
     return seen;
+}
+
+/* Writes up to WIDTH features of all blocks, from column `feature` on, whose rows `combine_lanes` made. */
+AVX2 static void write_width(const task *all, int64_t feature, int64_t width) {
+    for (int64_t b = 0; b < all->num_blocks; b++) {
+        const char *error = all->error ? all->error + (b * all->error_block + feature) * all->error_bytes : NULL;
+        write_rows(all->out + b * all->out_block + feature, all->out_row, all->rows + b * all->degree * WIDTH, all->degree, width,
+                   error, all->error_bytes, all->error_row);
+    }
 }
 
 /* ---- what noise/polynomial/kernels.py calls -------------------------------------------------------------------------------- */
 
 /* Returns the version of these functions' signatures. It grows by one with every change of them, here and in kernels.py. */
 int veilbase_masks_version(void) {
-    return 2;
+    return 3;
 }
 
 /* Tells whether processor and operating system have what the rest of this file needs: AVX2 and FMA, and registers saved. */
@@ -273,8 +383,8 @@ int veilbase_masks_usable(void) {
 }
 
 /* Returns how many doubles of scratch memory `veilbase_combine` needs. */
-int64_t veilbase_mask_scratch(int64_t rank, int64_t degree) {
-    return degree / 2 * COMPLEX + degree * WIDTH / 2 + GROUPS * rank * (degree / 2) * COMPLEX;
+int64_t veilbase_mask_scratch(int64_t num_blocks, int64_t rank, int64_t degree) {
+    return (1 + rank) * (degree / 2) * COMPLEX + num_blocks * degree * WIDTH / 2;
 }
 
 /*
@@ -283,39 +393,84 @@ int64_t veilbase_mask_scratch(int64_t rank, int64_t degree) {
  */
 void veilbase_transform(const int32_t *matrix, int64_t stride, int64_t rank, int64_t degree, int64_t features,
                         const double *twiddles, double *out) {
-    int64_t half = degree / 2;
-    for (int64_t c = 0; c < features; c += LANES)
-        for (int64_t i = 0; i < rank; i++, out += half * COMPLEX)
-            transform_lanes(out, matrix + i * degree * stride + c, stride, MIN(LANES, features - c), half, twiddles);
+    transform_columns((const char *)matrix, 4 * stride, 0, rank, degree, features, twiddles, out);
 }
 
 /*
  * Computes features `first` to `last` of a product, of all blocks, plus an error.
  *
  * hat: the result of `veilbase_transform`, from feature `first` on, which begins a group of LANES; or NULL.
- * matrix: if hat is NULL, the matrix's numbers, from feature `first` on.
- * secrets: num_blocks x rank x N/2 complex numbers. error: NULL, or integers of 1, 2 or 4 bytes, which are added.
- * out: num_blocks x degree rows. Strides are in numbers. scratch: see `veilbase_mask_scratch`.
- * Returns the largest distance of a coefficient to the nearest integer; infinity if one was not a number.
+ * matrix: if hat is NULL, the matrix's numbers, from feature `first` on: int32, or, if `is_packed`, the high three bytes
+ * of each; then four bytes before the first may be read, and the features are a multiple of LANES.
+ * secrets: num_blocks x rank x N/2 complex numbers, divided by N/2. error: NULL, or integers of 1, 2 or 4 bytes, which are
+ * added. out: num_blocks x degree rows. Strides are in numbers, those of the matrix in bytes. scratch: see
+ * `veilbase_mask_scratch`.
+ * Returns a bound of the distances of the coefficients to the nearest integers, above the largest by less than one part
+ * in a million; infinity if one was not a number.
  */
-AVX2 double veilbase_combine(const double *hat, const int32_t *matrix, int64_t stride, const double *secrets, int64_t num_blocks,
-                     int64_t rank, int64_t degree, int64_t first, int64_t last, const double *twiddles,
+AVX2 double veilbase_combine(const double *hat, const char *matrix, int64_t row_bytes, int64_t is_packed, const double *secrets,
+                     int64_t num_blocks, int64_t rank, int64_t degree, int64_t first, int64_t last, const double *twiddles,
                      int64_t num_twiddles, const char *error, int64_t error_bytes, int64_t error_row, int64_t error_block,
                      int32_t *out, int64_t out_row, int64_t out_block, double *scratch) {
-    int64_t half = degree / 2;
+    int64_t half = degree / 2, group_doubles = rank * half * COMPLEX, number_bytes = is_packed ? 3 : 4;
     double *numbers = scratch, *made = numbers + half * COMPLEX;
-    task all = {num_blocks, rank, degree, twiddles, twiddles + num_twiddles, secrets, error, error_bytes, error_row,
-                error_block, out, out_row, out_block, numbers, (int32_t *)(made + GROUPS * rank * half * COMPLEX)};
-    distance seen = {_mm256_setzero_pd(), _mm256_setzero_pd()};
+    task all = {num_blocks, rank, degree, twiddles + num_twiddles, secrets, error, error_bytes, error_row, error_block,
+                out, out_row, out_block, numbers, (int32_t *)(made + group_doubles)};
+    __m256i seen = _mm256_setzero_si256();
     for (int64_t c = first; c < last; c += WIDTH) {
         int64_t width = MIN(WIDTH, last - c);
-        const double *from = hat ? hat + (c - first) / LANES * rank * half * COMPLEX : made;
-        if (!hat) veilbase_transform(matrix + (c - first), stride, rank, degree, width, twiddles, made);
-        seen = combine_width(&all, from, c, width, seen);
+        for (int64_t g = 0; g * LANES < width; g++) { /* The transforms of a group are in the cache for all blocks. */
+            int64_t from = c - first + g * LANES;
+            const double *values = hat ? hat + from / LANES * group_doubles : made;
+            if (!hat)
+                transform_columns(matrix + from * number_bytes, row_bytes, (int)is_packed, rank, degree,
+                                  MIN(LANES, width - g * LANES), twiddles, made);
+            for (int64_t b = 0; b < num_blocks; b++)
+                seen = combine_lanes(&all, values, secrets + b * rank * half * 2, all.rows + (b * GROUPS + g) * degree * LANES, seen);
+        }
+        write_width(&all, c, width);
     }
     _mm_sfence(); /* Threads that are notified after this see the stores that bypassed the caches. */
-    double lanes[LANES], largest = 0;
-    _mm256_storeu_pd(lanes, seen.largest);
-    for (int i = 0; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-    return _mm256_movemask_pd(seen.wrong) ? HUGE_VAL : largest;
+    return bound(seen);
+}
+
+/* ---- errors ----------------------------------------------------------------------------------------------------- */
+
+/* Returns the number of ones in each byte. */
+AVX2 INLINE __m256i ones(__m256i bytes) {
+    const __m256i counts = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4, 0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4);
+    const __m256i four_bits = _mm256_set1_epi8(15);
+    return _mm256_add_epi8(_mm256_shuffle_epi8(counts, _mm256_and_si256(bytes, four_bits)),
+                           _mm256_shuffle_epi8(counts, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), four_bits)));
+}
+
+/*
+ * Writes to each of `count` bytes the number of ones among its random bits: one byte of each of `planes` planes of
+ * `count` bytes, and `rest` bits (below 8) of the bytes behind the planes, each of which serves 8 / rest samples.
+ */
+AVX2 void veilbase_count_ones(const uint8_t *drawn, int64_t count, int64_t planes, int64_t rest, uint8_t *out) {
+    int64_t c = 0;
+    for (; c + 32 <= count; c += 32) {
+        __m256i sum = _mm256_setzero_si256();
+        for (int64_t p = 0; p < planes; p++)
+            sum = _mm256_add_epi8(sum, ones(_mm256_loadu_si256((const __m256i *)(drawn + p * count + c))));
+        _mm256_storeu_si256((__m256i *)(out + c), sum);
+    }
+    for (; c < count; c++) {
+        out[c] = 0;
+        for (int64_t p = 0; p < planes; p++) out[c] += (uint8_t)__builtin_popcount(drawn[p * count + c]);
+    }
+    int64_t parts = rest ? 8 / rest : 0, width = rest ? (count + parts - 1) / parts : 0;
+    drawn += planes * count;
+    for (int64_t part = 0; part < parts; part++, out += width, count -= width) {
+        int shift = (int)(part * rest), kept = (1 << rest) - 1;
+        int64_t samples = MIN(width, count);
+        for (c = 0; c + 32 <= samples; c += 32) {
+            __m256i bits = _mm256_srl_epi16(_mm256_loadu_si256((const __m256i *)(drawn + c)), _mm_cvtsi32_si128(shift));
+            bits = _mm256_and_si256(bits, _mm256_set1_epi8((char)kept));
+            __m256i *to = (__m256i *)(out + c);
+            _mm256_storeu_si256(to, _mm256_add_epi8(_mm256_loadu_si256(to), ones(bits)));
+        }
+        for (; c < samples; c++) out[c] += (uint8_t)__builtin_popcount((drawn[c] >> shift) & kept);
+    }
 }

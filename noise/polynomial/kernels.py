@@ -14,6 +14,7 @@ import ctypes
 import functools
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,23 +28,27 @@ LANES = 4
 """How many features (columns of a matrix) the compiled code transforms at once."""
 WIDTH = 16
 """How many features (columns of a product) the compiled code writes at once."""
+PACKED_BYTES = 3
+"""The bytes of a packed number, whose low byte is zero and not stored."""
 
-_VERSION = 2
+_VERSION = 3
 """The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
 
 
 _FUNCTIONS: dict[str, Signature] = {
-    # rank, degree
-    "veilbase_mask_scratch": ([COUNT] * 2, COUNT),
+    # blocks, rank, degree
+    "veilbase_mask_scratch": ([COUNT] * 3, COUNT),
     # matrix, stride, rank, degree, features, twiddles, out
     "veilbase_transform": ([POINTER, *[COUNT] * 4, *[POINTER] * 2], None),
-    # hat, matrix, stride, secrets, blocks, rank, degree, first, last, twiddles, how many, error, its bytes and strides,
-    # out, its strides, scratch
+    # hat, matrix, its bytes a row, whether it is packed, secrets, blocks, rank, degree, first, last, twiddles, how
+    # many, error, its bytes and strides, out, its strides, scratch
     "veilbase_combine": (
-        [*[POINTER] * 2, COUNT, POINTER, *[COUNT] * 5, POINTER, COUNT, POINTER, *[COUNT] * 3, POINTER, *[COUNT] * 2,
-         POINTER],
+        [*[POINTER] * 2, *[COUNT] * 2, POINTER, *[COUNT] * 5, POINTER, COUNT, POINTER, *[COUNT] * 3, POINTER,
+         *[COUNT] * 2, POINTER],
         ctypes.c_double,
     ),
+    # drawn, samples, planes, rest, out
+    "veilbase_count_ones": ([POINTER, *[COUNT] * 3, POINTER], None),
 }  # fmt: skip
 """The compiled functions, with the types of their arguments and results."""
 
@@ -89,7 +94,8 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
 
 
 def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
-    """Returns the transforms of the secrets of B blocks, in the layout that `Combiner` takes.
+    """Returns the transforms of the secrets of B blocks, divided by N/2, in the layout that `Combiner` takes. N/2 is a
+    power of two, so the division is exact.
 
     Args:
         secrets: int8, shape (B, k, N), CPU.
@@ -101,7 +107,23 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
     lanes = transform(secrets.reshape(num_blocks * rank, degree).t().to(torch.int32), 1, degree)
     # (groups, 1, N/2, 2, LANES) -> (groups · LANES, N/2, 2)
     each = lanes.squeeze(1).permute(0, 3, 1, 2).reshape(-1, degree // 2, 2)
-    return each[: num_blocks * rank].reshape(num_blocks, rank, degree // 2, 2).contiguous()
+    scaled = each[: num_blocks * rank] / (degree // 2)
+    return scaled.reshape(num_blocks, rank, degree // 2, 2).contiguous()
+
+
+class PackedColumns(NamedTuple):
+    """Holds some columns of an int32 matrix whose numbers end in eight zero bits, as they lie in a file: the high three
+    bytes of each number, little-endian, row after row.
+
+    Attributes:
+        data: uint8, one-dimensional; the bytes of the file.
+        first: the index in `data` of the first column's number in the first row, at least 4.
+        row_bytes: the bytes from one row to the next.
+    """
+
+    data: npt.NDArray[np.uint8]
+    first: int
+    row_bytes: int
 
 
 class Combiner:
@@ -135,7 +157,7 @@ class Combiner:
         if not is_right:
             raise ConfigurationError("secrets, errors and masks do not fit each other")
         self._table = twiddles(half)
-        self._scratch = np.empty(self._library.veilbase_mask_scratch(rank, 2 * half), dtype=np.float64)
+        self._scratch = np.empty(self._library.veilbase_mask_scratch(num_blocks, rank, 2 * half), dtype=np.float64)
 
     def by_transforms(self, matrix_hat: torch.Tensor, start: int, stop: int) -> float:
         """Writes features `start` to `stop` of the products, from a matrix's transforms.
@@ -145,7 +167,8 @@ class Combiner:
             start, stop: the range of features; `start` is a multiple of `LANES`.
 
         Returns:
-            The largest distance of a coefficient to the nearest integer; infinity if a coefficient was NaN.
+            A bound of the distances of the coefficients to the nearest integers, above the largest by less than one
+            part in a million; infinity if a coefficient was NaN.
 
         Raises:
             ConfigurationError: the transforms or the range do not fit.
@@ -155,7 +178,7 @@ class Combiner:
         shape = (-(-stop // LANES) - start // LANES, rank, degree // 2, 2, LANES)
         if start % LANES or groups.shape != shape or groups.dtype != torch.float64 or not groups.is_contiguous():
             raise ConfigurationError("transforms of another shape, or not from the first feature of a group")
-        return self._combine(groups.data_ptr(), None, 0, start, stop)
+        return self._combine(groups.data_ptr(), None, 0, False, start, stop)
 
     def by_matrix(self, matrix: torch.Tensor, start: int, stop: int) -> float:
         """Writes features `start` to `stop` of the products, and returns what `by_transforms` returns. `matrix` holds
@@ -164,9 +187,23 @@ class Combiner:
         matrix = _rows(matrix, rank * degree)
         if matrix.shape[1] != stop - start:
             raise ConfigurationError(f"expected {stop - start} features, got {matrix.shape[1]}")
-        return self._combine(None, matrix.data_ptr(), matrix.stride(0), start, stop)
+        return self._combine(None, matrix.data_ptr(), 4 * matrix.stride(0), False, start, stop)
 
-    def _combine(self, hat: int | None, matrix: int | None, stride: int, start: int, stop: int) -> float:
+    def by_packed(self, columns: PackedColumns, start: int, stop: int) -> float:
+        """Writes features `start` to `stop` of the products, and returns what `by_transforms` returns. `columns` holds
+        these features of the matrix itself."""
+        _, rank, degree = self._shape
+        num_rows, num_columns = rank * degree, stop - start
+        data, row_bytes = columns.data, columns.row_bytes
+        last = columns.first + (num_rows - 1) * row_bytes + PACKED_BYTES * num_columns
+        is_right = data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
+        if not is_right or num_columns % LANES or row_bytes < 0 or not 4 <= columns.first <= last <= data.size:
+            raise ConfigurationError("packed columns that do not lie in their data")
+        return self._combine(None, data.ctypes.data + columns.first, row_bytes, True, start, stop)
+
+    def _combine(
+        self, hat: int | None, matrix: int | None, row_bytes: int, is_packed: bool, start: int, stop: int
+    ) -> float:
         num_blocks, rank, degree = self._shape
         out, error = self._out, self._error
         if not 0 <= start <= stop <= out.shape[2]:
@@ -176,11 +213,33 @@ class Combiner:
             added = error.data_ptr(), error.itemsize, error.stride(1), error.stride(0)
         return float(
             self._library.veilbase_combine(
-                hat, matrix, stride, self._secrets.data_ptr(), num_blocks, rank, degree, start, stop,
+                hat, matrix, row_bytes, is_packed, self._secrets.data_ptr(), num_blocks, rank, degree, start, stop,
                 self._table.ctypes.data, self._table.size, *added, out.data_ptr(), out.stride(1), out.stride(0),
                 self._scratch.ctypes.data,
             )
         )  # fmt: skip
+
+
+def count_ones(drawn: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8], planes: int, rest: int) -> None:
+    """Counts the ones among the random bits of each sample.
+
+    Args:
+        drawn: uint8, contiguous: `planes` planes of one byte for each sample, and then, if `rest` is not 0, bytes that
+            serve 8 // rest samples each.
+        out: uint8, contiguous; written, one number for each sample.
+        planes: how many whole bytes a sample takes.
+        rest: how many more bits a sample takes, 0 to 7.
+
+    Raises:
+        ConfigurationError: the arguments do not fit each other.
+    """
+    shared = -(-out.size // (8 // rest)) if 0 < rest < 8 else 0
+    is_right = 0 <= rest < 8 and planes >= 0 and drawn.size == planes * out.size + shared
+    for each in (drawn, out):
+        is_right &= each.dtype == np.uint8 and each.ndim == 1 and bool(each.flags.c_contiguous)
+    if not is_right or not out.flags.writeable:
+        raise ConfigurationError("random bytes and samples do not fit each other")
+    _loaded().veilbase_count_ones(drawn.ctypes.data, out.size, planes, rest, out.ctypes.data)
 
 
 def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:

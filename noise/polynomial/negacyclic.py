@@ -48,6 +48,7 @@ import torch
 from noise.blocks.pool import alone, share
 from noise.params import LatticeParameters
 from noise.polynomial import kernels
+from noise.polynomial.kernels import PackedColumns
 from wire.errors import ConfigurationError, MaskError
 
 _ROUNDER = 1.5 * 2.0**52
@@ -91,6 +92,10 @@ class Columns(Protocol):
         once."""
         ...
 
+    def packed(self, start: int, stop: int) -> PackedColumns | None:
+        """Returns some columns as they are stored, if the compiled form can read them so; if not, None."""
+        ...
+
 
 class TensorColumns:
     """Gives a tensor the interface of `Columns`."""
@@ -107,6 +112,10 @@ class TensorColumns:
     def load(self, start: int, stop: int) -> torch.Tensor:
         """Returns a view of some columns."""
         return self._matrix[:, start:stop]
+
+    def packed(self, start: int, stop: int) -> PackedColumns | None:
+        """Returns None, since a tensor's numbers are not packed."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -254,7 +263,11 @@ def product(
         def fill(chunks: Iterator[tuple[int, int]]) -> None:
             combiner = kernels.Combiner(secrets_hat, made)
             for start, stop in chunks:
-                _check_distance(combiner.by_matrix(columns.load(start, stop), start, stop))
+                packed = columns.packed(start, stop)
+                if packed is None:
+                    _check_distance(combiner.by_matrix(columns.load(start, stop), start, stop))
+                else:
+                    _check_distance(combiner.by_packed(packed, start, stop))
 
         share(fill, _compiled_chunks(columns.features))
         return made
@@ -372,11 +385,11 @@ def _as_columns(matrix: torch.Tensor | Columns) -> Columns:
 
 
 def _compiled_chunks(features: int) -> list[tuple[int, int]]:
-    """Returns the bounds (start, stop) of chunks of features for the compiled form. Each size but the last is a
-    multiple of `kernels.WIDTH`."""
+    """Returns the bounds (start, stop) of chunks of features for the compiled form. Each size but the last is
+    `kernels.WIDTH` times a power of two, so that no chunk lies in two tiles of a hint."""
     num_threads = torch.get_num_threads()
-    widths = -(-features // kernels.WIDTH)
-    size = min(_COMPILED_CHUNK, kernels.WIDTH * max(1, -(-widths // num_threads)))
+    widths = -(-features // (kernels.WIDTH * num_threads))
+    size = min(_COMPILED_CHUNK, kernels.WIDTH << max(0, widths.bit_length() - 1))
     return [(start, min(start + size, features)) for start in range(0, features, size)]
 
 

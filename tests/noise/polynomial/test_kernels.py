@@ -11,9 +11,11 @@ from fractions import Fraction
 from pathlib import Path
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 
+from noise import sampling
 from noise.polynomial import kernels
 from noise.sampling import Csprng, ternary
 from tests.support.cached import forget
@@ -25,6 +27,7 @@ from wire.errors import ConfigurationError
 CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = CPU_INFO.read_text().split() if platform.machine() == "x86_64" and CPU_INFO.exists() else []
 RNG = Csprng()
+RNG_BYTES = RNG.array(4000)
 
 
 def draw(rank: int, degree: int, features: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +90,95 @@ def test_every_width_and_error(rank: int, degree: int, features: int, dtype: tor
                 kernels.transform(matrix, rank, degree), start, features
             ) < 1e-3  # fmt: skip
             assert torch.equal(again[:, :, start:], expected[:, :, start:])
+
+
+def packed_columns(matrix: torch.Tensor, before: int, behind: int) -> tuple[kernels.PackedColumns, torch.Tensor]:
+    """Returns a matrix as packed columns, with bytes before and behind each row, and what they stand for."""
+    num_rows, features = matrix.shape
+    high = matrix.contiguous().view(torch.uint8).view(num_rows, features, 4)[..., 1:].reshape(num_rows, -1)
+    data = torch.randint(0, 256, (num_rows, before + high.shape[1] + behind), dtype=torch.uint8)
+    data[:, before : before + high.shape[1]] = high
+    kept = matrix & ~0xFF
+    return kernels.PackedColumns(data.view(-1).numpy(), before, data.shape[1]), kept
+
+
+@needs_transforms
+@pytest.mark.parametrize("features", [4, 12, 16, 20, 64])
+@pytest.mark.parametrize(("rank", "degree"), [(1, 2), (2, 4), (3, 8), (1, 16), (2, 64), (5, 128), (3, 512)])
+def test_packed_columns_give_the_product_of_their_numbers(rank: int, degree: int, features: int) -> None:
+    matrix, secrets = draw(rank, degree, features, 3)
+    columns, kept = packed_columns(matrix, 5, 3)
+    out = torch.full((3, degree, features), 7, dtype=torch.int32)
+    combiner = kernels.Combiner(kernels.secret_transform(secrets), out)
+    for start in range(0, features, 4):
+        there = columns._replace(first=columns.first + start * kernels.PACKED_BYTES)
+        assert combiner.by_packed(there, start, features) < 1e-3
+    assert torch.equal(out, reference_product(kept, secrets))
+
+
+@needs_transforms
+def test_packed_columns_lie_in_their_data() -> None:
+    matrix, secrets = draw(2, 8, 8, 1)
+    columns, _ = packed_columns(matrix, 4, 0)
+    combiner = kernels.Combiner(kernels.secret_transform(secrets), torch.zeros(1, 8, 8, dtype=torch.int32))
+    assert combiner.by_packed(columns, 0, 8) < 1e-3
+    for bad in (
+        columns._replace(first=3),
+        columns._replace(first=5),
+        columns._replace(row_bytes=columns.row_bytes + 1),
+        columns._replace(row_bytes=-1),
+        columns._replace(data=columns.data[:-1]),
+        columns._replace(data=columns.data[::2]),
+        columns._replace(data=columns.data.astype("int32")),
+    ):
+        with pytest.raises(ConfigurationError, match="packed columns"):
+            combiner.by_packed(bad, 0, 8)
+    with pytest.raises(ConfigurationError, match="packed columns"):
+        combiner.by_packed(columns, 0, 6)
+
+
+@needs_transforms
+@pytest.mark.parametrize("rest", range(8))
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 500])
+def test_ones_are_counted_as_numpy_counts_them(count: int, rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorded:
+        def array(self, num_bytes: int) -> sampling.Bytes:
+            return RNG_BYTES[:num_bytes].copy()
+
+    compiled, plain = np.empty(count, dtype=np.uint8), np.empty(count, dtype=np.uint8)
+    sampling._count_ones(Recorded(), compiled, 40 + rest)  # type: ignore[arg-type]
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    sampling._count_ones(Recorded(), plain, 40 + rest)  # type: ignore[arg-type]
+    assert np.array_equal(compiled, plain)
+
+
+@needs_transforms
+def test_bytes_that_do_not_fit_the_samples_are_not_counted() -> None:
+    drawn, out = RNG_BYTES[:63].copy(), np.empty(10, dtype=np.uint8)  # five planes, and two bits from 13 // 4 bytes
+    for bytes_, samples, planes, rest in (
+        (drawn[:52], out, 5, 2),
+        (drawn[:54], out, 5, 2),
+        (drawn[:53], out, 5, 8),
+        (drawn[:53], out, 5, -1),
+        (drawn[:53].astype(np.int8), out, 5, 2),
+        (drawn[:53], out.astype(np.int32), 5, 2),
+        (np.repeat(drawn, 2)[:106:2], out, 5, 2),
+        (drawn[:53], np.frombuffer(bytes(10), dtype=np.uint8), 5, 2),
+    ):
+        with pytest.raises(ConfigurationError, match="random bytes"):
+            kernels.count_ones(bytes_, samples, planes, rest)
+    kernels.count_ones(drawn[:53], out, 5, 2)
+
+
+@needs_transforms
+def test_what_is_not_a_number_has_an_infinite_distance() -> None:
+    matrix, secrets = draw(3, 512, 4, 1)
+    hat = kernels.secret_transform(secrets)
+    hat[0, 1, 7, 0] = float("nan")
+    out = torch.empty(1, 512, 4, dtype=torch.int32)
+    assert kernels.Combiner(hat, out).by_matrix(matrix, 0, 4) == float("inf")
+    hat[0, 1, 7, 0] = 1e-4  # the products are no integers now
+    assert kernels.Combiner(hat, out).by_matrix(matrix, 0, 4) > 0.25
 
 
 @needs_transforms
@@ -173,6 +265,15 @@ for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
         out.zero_()
         combiner.by_transforms(hat, 0, features)
         assert torch.equal(out, expected)
+        if features % 4 == 0:
+            high = matrix.contiguous().view(torch.uint8).view(rank * degree, features, 4)[..., 1:].reshape(-1)
+            data = guarded(torch.cat((torch.zeros(4, dtype=torch.uint8), high)))
+            combiner.by_packed(kernels.PackedColumns(data.numpy(), 4, 3 * features), 0, features)
+            assert torch.equal(out, reference_product(matrix & ~0xFF, secrets) + error)
+for count in (1, 31, 64, 100):
+    drawn = guarded(rng.random_bytes(5 * count + -(-count // 4)))
+    samples = guarded(torch.empty(count, dtype=torch.uint8))
+    kernels.count_ones(drawn.numpy(), samples.numpy(), 5, 2)
 print("kept inside")
 """
 

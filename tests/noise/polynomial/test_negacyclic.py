@@ -187,6 +187,9 @@ class Packed:
         self.loads: list[tuple[int, int]] = []
         self._kept = matrix.t().contiguous().view(torch.uint8).view(*matrix.t().shape, 4)[..., 1:].contiguous()
 
+    def packed(self, start: int, stop: int) -> None:
+        return None
+
     def load(self, start: int, stop: int) -> torch.Tensor:
         self.loads.append((start, stop))
         kept = self._kept[start:stop]
