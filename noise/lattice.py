@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from noise import sampling
+from noise.blocks.arena import copied
 from noise.blocks.pool import DEFAULT_BYTES, Block, Key, MaskPool, Slots, SlotsExhausted
 from noise.hints.file import Hint
 from noise.hints.store import HintKey, HintStore
@@ -233,18 +234,18 @@ class Lattice:
         if cut.slots.remaining == 0:
             self._cuts.pop((group.id, direction), None)
         with torch.inference_mode(False):  # `mask` later adds to these tensors in place, also outside inference mode.
-            masks = self.polynomials.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
+            masks = self.polynomials.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0][kept]
             if isinstance(self.polynomials, DeviceProducts):
                 self.polynomials.add_error(masks, self._rng, self.parameters)
             else:
                 masks += sampling.error(self._rng, masks.shape, self.parameters)
-            effects = self.polynomials.product(hint, cut.secrets_hat, self.parameters)[0, kept]
+            effects = self.polynomials.product(hint, cut.secrets_hat, self.parameters)[0][kept]
             if cut.slots.remaining == 0:
                 self._forget(cut.secrets_hat)
             piece = self.pool.piece_rows
             # Each piece is a copy, so that its memory is free as soon as its own rows are used.
             pairs = zip(masks.split(piece), effects.split(piece), strict=True)
-            return [Block(mask.clone(), effect.clone(), Slots(len(mask))) for mask, effect in pairs]
+            return [Block(copied(mask), copied(effect), Slots(len(mask))) for mask, effect in pairs]
 
     def _cut(self, group: GroupSpec, direction: Direction) -> _Cut:
         """Returns the block that is being cut into pieces for a layer group and direction, or opens a new one. Only one

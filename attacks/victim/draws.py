@@ -234,8 +234,13 @@ class Watch:
         return made
 
     def _combined(
-        self, original: Callable[..., torch.Tensor], matrix: Any, secrets_hat: torch.Tensor, *others: Any, **named: Any
-    ) -> torch.Tensor:
+        self,
+        original: Callable[..., Sequence[torch.Tensor]],
+        matrix: Any,
+        secrets_hat: torch.Tensor,
+        *others: Any,
+        **named: Any,
+    ) -> Sequence[torch.Tensor]:
         self._here.last = matrix, secrets_hat
         return original(matrix, secrets_hat, *others, **named)
 
@@ -268,12 +273,12 @@ class Watch:
             known.numbers = range(len(self.secrets), len(self.secrets) + len(known.secrets))
             self.secrets += known.secrets.unbind()
             self.places += [place] * len(known.secrets)
-        pure = self._combine(*last)  # int32, (B, N, features)
+        pure = self._combine(*last)  # for each block int32, (N, features)
         starts = [(index, 0) for index in range(len(blocks))]
         if in_pieces:
             starts = [(0, first) for first in known.next_rows([len(block.mask) for block in blocks])]
         for block, (index, first) in zip(blocks, starts, strict=True):
-            without = pure[index, first : first + len(block.mask)]
+            without = pure[index][first : first + len(block.mask)]
             if without.shape == block.mask.shape:
                 self._note(place, known.numbers[index], first, block.mask - without)  # mod 2^32
             else:

@@ -36,6 +36,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
+from noise.blocks.arena import joined
 from noise.scheme import GroupSpec
 from runtime.threads import Workers, all_cores
 from wire.errors import MaskError, MaskReused
@@ -357,11 +358,11 @@ class MaskPool:
             none = torch.empty(0, 0, dtype=torch.int32, device="cpu")
             return none.view(0, request_cols), none.view(0, reply_cols)
         masks, effects = zip(*parts, strict=True)
-        joined = torch.cat(masks), torch.cat(effects)
+        mask, effect = joined(masks), joined(effects)
         for each in (*masks, *effects):
             if not each.is_cpu:
                 each.zero_()  # A device's memory may come to another process.
-        return joined
+        return mask, effect
 
     def _collect(
         self, group: GroupSpec, direction: Direction, num_rows: int, parts: list[tuple[torch.Tensor, torch.Tensor]]

@@ -303,8 +303,8 @@ typedef struct {
     const double *secrets;                  /* num_blocks x rank x N/2 x 2 */
     const char *error;                      /* or NULL */
     int64_t error_bytes, error_row, error_block;
-    int32_t *out;
-    int64_t out_row, out_block;
+    int32_t *const *out;                    /* num_blocks pointers to N rows each */
+    int64_t out_row;
     double *numbers;                        /* scratch: N/2 x COMPLEX */
     int32_t *rows;                          /* scratch: num_blocks x GROUPS x N x LANES */
 } task;
@@ -361,7 +361,7 @@ AVX2 static __m256i combine_lanes(const task *all, const double *hat, const doub
 AVX2 static void write_width(const task *all, int64_t feature, int64_t width) {
     for (int64_t b = 0; b < all->num_blocks; b++) {
         const char *error = all->error ? all->error + (b * all->error_block + feature) * all->error_bytes : NULL;
-        write_rows(all->out + b * all->out_block + feature, all->out_row, all->rows + b * all->degree * WIDTH, all->degree, width,
+        write_rows(all->out[b] + feature, all->out_row, all->rows + b * all->degree * WIDTH, all->degree, width,
                    error, all->error_bytes, all->error_row);
     }
 }
@@ -403,7 +403,7 @@ void veilbase_transform(const int32_t *matrix, int64_t stride, int64_t rank, int
  * matrix: if hat is NULL, the matrix's numbers, from feature `first` on: int32, or, if `is_packed`, the high three bytes
  * of each; then four bytes before the first may be read, and the features are a multiple of LANES.
  * secrets: num_blocks x rank x N/2 complex numbers, divided by N/2. error: NULL, or integers of 1, 2 or 4 bytes, which are
- * added. out: num_blocks x degree rows. Strides are in numbers, those of the matrix in bytes. scratch: see
+ * added. out: for each block, where its N rows begin. Strides are in numbers, those of the matrix in bytes. scratch: see
  * `veilbase_mask_scratch`.
  * Returns a bound of the distances of the coefficients to the nearest integers, above the largest by less than one part
  * in a million; infinity if one was not a number.
@@ -411,11 +411,11 @@ void veilbase_transform(const int32_t *matrix, int64_t stride, int64_t rank, int
 AVX2 double veilbase_combine(const double *hat, const char *matrix, int64_t row_bytes, int64_t is_packed, const double *secrets,
                      int64_t num_blocks, int64_t rank, int64_t degree, int64_t first, int64_t last, const double *twiddles,
                      int64_t num_twiddles, const char *error, int64_t error_bytes, int64_t error_row, int64_t error_block,
-                     int32_t *out, int64_t out_row, int64_t out_block, double *scratch) {
+                     int32_t *const *out, int64_t out_row, double *scratch) {
     int64_t half = degree / 2, group_doubles = rank * half * COMPLEX, number_bytes = is_packed ? 3 : 4;
     double *numbers = scratch, *made = numbers + half * COMPLEX;
     task all = {num_blocks, rank, degree, twiddles + num_twiddles, secrets, error, error_bytes, error_row, error_block,
-                out, out_row, out_block, numbers, (int32_t *)(made + group_doubles)};
+                out, out_row, numbers, (int32_t *)(made + group_doubles)};
     __m256i seen = _mm256_setzero_si256();
     for (int64_t c = first; c < last; c += WIDTH) {
         int64_t width = MIN(WIDTH, last - c);

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -41,10 +42,10 @@ _FUNCTIONS: dict[str, Signature] = {
     # matrix, stride, rank, degree, features, twiddles, out
     "veilbase_transform": ([POINTER, *[COUNT] * 4, *[POINTER] * 2], None),
     # hat, matrix, its bytes a row, whether it is packed, secrets, blocks, rank, degree, first, last, twiddles, how
-    # many, error, its bytes and strides, out, its strides, scratch
+    # many, error, its bytes and strides, pointers to out, its stride, scratch
     "veilbase_combine": (
-        [*[POINTER] * 2, *[COUNT] * 2, POINTER, *[COUNT] * 5, POINTER, COUNT, POINTER, *[COUNT] * 3, POINTER,
-         *[COUNT] * 2, POINTER],
+        [*[POINTER] * 2, *[COUNT] * 2, POINTER, *[COUNT] * 5, POINTER, COUNT, POINTER, *[COUNT] * 3, POINTER, COUNT,
+         POINTER],
         ctypes.c_double,
     ),
     # drawn, samples, planes, rest, out
@@ -130,12 +131,15 @@ class Combiner:
     """Multiplies matrices by the secrets of some blocks. Each thread needs a combiner of its own, since a combiner
     holds scratch memory."""
 
-    def __init__(self, secrets_hat: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, secrets_hat: torch.Tensor, out: Sequence[torch.Tensor], error: torch.Tensor | None = None
+    ) -> None:
         """Checks the arguments and allocates scratch memory for products with these secrets.
 
         Args:
             secrets_hat: the result of `secret_transform`.
-            out: int32, shape (B, N, features), the numbers of a row contiguous; the products are written to it.
+            out: for each block int32, shape (N, features), CPU, all with the same stride from row to row, the numbers
+                of a row contiguous; the products are written to them.
             error: int8, int16 or int32, shape (B, N, features), CPU, the numbers of a row contiguous, which is added to
                 the products; or None.
 
@@ -145,19 +149,24 @@ class Combiner:
         self._library = _loaded()
         num_blocks, rank, half, two = secrets_hat.shape
         self._shape = num_blocks, rank, 2 * half
-        self._secrets, self._out, self._error = secrets_hat, out, error
+        self._secrets, self._out, self._error = secrets_hat, tuple(out), error
         is_right = (
             secrets_hat.dtype == torch.float64 and secrets_hat.is_contiguous() and two == 2 and secrets_hat.is_cpu
         )
-        is_right &= out.dtype == torch.int32 and out.shape[:2] == (num_blocks, 2 * half)
-        for each in (out,) if error is None else (out, error):
-            is_right &= each.is_cpu and each.shape == out.shape and (each.stride(2) == 1 or each.shape[2] <= 1)
-        if error is not None:
-            is_right &= error.dtype in (torch.int8, torch.int16, torch.int32)
+        is_right &= len(out) == num_blocks > 0
+        for each in out:
+            is_right &= each.dtype == torch.int32 and each.shape == (2 * half, out[0].shape[-1]) and _has_rows(each)
+            is_right &= each.stride() == out[0].stride()
+        if is_right and error is not None:
+            is_right = error.dtype in (torch.int8, torch.int16, torch.int32) and _has_rows(error)
+            is_right &= error.shape == (num_blocks, *out[0].shape)
         if not is_right:
             raise ConfigurationError("secrets, errors and masks do not fit each other")
-        self._table = twiddles(half)
-        self._scratch = np.empty(self._library.veilbase_mask_scratch(num_blocks, rank, 2 * half), dtype=np.float64)
+        self._row_stride, self._features = out[0].stride(0), out[0].shape[1]
+        self._pointers = torch.tensor([each.data_ptr() for each in out], dtype=torch.int64, device="cpu")
+        self._table = torch.from_numpy(twiddles(half))
+        num_doubles = self._library.veilbase_mask_scratch(num_blocks, rank, 2 * half)
+        self._scratch = torch.empty(num_doubles, dtype=torch.float64, device="cpu")
 
     def by_transforms(self, matrix_hat: torch.Tensor, start: int, stop: int) -> float:
         """Writes features `start` to `stop` of the products, from a matrix's transforms.
@@ -205,17 +214,17 @@ class Combiner:
         self, hat: int | None, matrix: int | None, row_bytes: int, is_packed: bool, start: int, stop: int
     ) -> float:
         num_blocks, rank, degree = self._shape
-        out, error = self._out, self._error
-        if not 0 <= start <= stop <= out.shape[2]:
-            raise ConfigurationError(f"expected features up to {out.shape[2]}, got {start} to {stop}")
+        if not 0 <= start <= stop <= self._features:
+            raise ConfigurationError(f"expected features up to {self._features}, got {start} to {stop}")
+        error, table = self._error, self._table
         added: tuple[int | None, int, int, int] = (None, 0, 0, 0)
         if error is not None:
             added = error.data_ptr(), error.itemsize, error.stride(1), error.stride(0)
         return float(
             self._library.veilbase_combine(
                 hat, matrix, row_bytes, is_packed, self._secrets.data_ptr(), num_blocks, rank, degree, start, stop,
-                self._table.ctypes.data, self._table.size, *added, out.data_ptr(), out.stride(1), out.stride(0),
-                self._scratch.ctypes.data,
+                table.data_ptr(), table.numel(), *added, self._pointers.data_ptr(), self._row_stride,
+                self._scratch.data_ptr(),
             )
         )  # fmt: skip
 
@@ -240,6 +249,11 @@ def count_ones(drawn: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8], planes:
     if not is_right or not out.flags.writeable:
         raise ConfigurationError("random bytes and samples do not fit each other")
     _loaded().veilbase_count_ones(drawn.ctypes.data, out.size, planes, rest, out.ctypes.data)
+
+
+def _has_rows(numbers: torch.Tensor) -> bool:
+    """Tells whether the numbers of each row lie one after the other in the CPU's memory."""
+    return numbers.is_cpu and (numbers.stride(-1) == 1 or numbers.shape[-1] <= 1)
 
 
 def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -39,12 +39,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from noise.blocks.arena import arena
 from noise.blocks.pool import alone, share
 from noise.params import LatticeParameters
 from noise.polynomial import kernels
@@ -195,7 +196,9 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
     return alone(work)
 
 
-def combine(matrix_hat: Transforms, secrets_hat: torch.Tensor, error: torch.Tensor | None = None) -> torch.Tensor:
+def combine(
+    matrix_hat: Transforms, secrets_hat: torch.Tensor, error: torch.Tensor | None = None
+) -> Sequence[torch.Tensor]:
     """Multiplies a matrix by the secrets of blocks. For row t of block b and feature c the result is coefficient t of
     Σ_i matrix_{i,c}·s_{b,i}, plus the error, mod 2^32.
 
@@ -205,7 +208,7 @@ def combine(matrix_hat: Transforms, secrets_hat: torch.Tensor, error: torch.Tens
         error: int8, int16 or int32, shape (B, N, features), which is added; or None.
 
     Returns:
-        int32, shape (B, N, features), contiguous.
+        For each block int32, shape (N, features), contiguous, in memory of noise/blocks/arena.py.
 
     Raises:
         MaskError: a coefficient is too far from an integer.
@@ -226,20 +229,18 @@ def combine(matrix_hat: Transforms, secrets_hat: torch.Tensor, error: torch.Tens
     def work(chunks: Iterator[tuple[int, int]]) -> None:
         inverse = _Inverse(num_blocks, rank, half)
         for start, stop in chunks:
-            part = made[:, :, start:stop]
-            inverse(values[:, start:stop], secrets_hat, part)
+            inverse(values[:, start:stop], secrets_hat, [each[:, start:stop] for each in made])
             if error is not None:
-                part += error[:, :, start:stop]
+                for each, added in zip(made, error, strict=True):
+                    each[:, start:stop] += added[:, start:stop]
 
     share(work, _chunks(features, num_blocks + rank, 2 * half))
     return made
 
 
 def product(
-    matrix: torch.Tensor | Columns,
-    secrets_hat: torch.Tensor,
-    parameters: LatticeParameters,
-) -> torch.Tensor:
+    matrix: torch.Tensor | Columns, secrets_hat: torch.Tensor, parameters: LatticeParameters
+) -> Sequence[torch.Tensor]:
     """Multiplies a matrix by the secrets of blocks, as `combine` does, but adds no error. This is for a matrix whose
     transforms are not kept, such as a hint. Each chunk is transformed once for all blocks.
 
@@ -249,7 +250,7 @@ def product(
         parameters: gives k and N.
 
     Returns:
-        int32, shape (B, N, features), contiguous.
+        As `combine` does.
 
     Raises:
         ConfigurationError: the matrix has another shape or type.
@@ -276,16 +277,16 @@ def product(
         inverse = _Inverse(num_blocks, rank, half)
         for start, stop in chunks:
             hat = _transform_chunk(columns.load(start, stop), parameters)
-            inverse(hat, secrets_hat, made[:, :, start:stop])
+            inverse(hat, secrets_hat, [each[:, start:stop] for each in made])
 
     share(work, _chunks(columns.features, num_blocks + 2 * rank, 2 * half))
     return made
 
 
-def _output(num_blocks: int, degree: int, features: int) -> torch.Tensor:
-    # Rows are added to masks in place, possibly outside inference mode, where inference tensors refuse that.
-    with torch.inference_mode(False):
-        return torch.empty(num_blocks, degree, features, dtype=torch.int32, device="cpu")
+def _output(num_blocks: int, degree: int, features: int) -> Sequence[torch.Tensor]:
+    """Returns memory for the rows of each block. A block's memory is free again as soon as the block is used up,
+    whatever becomes of the blocks that were made with it."""
+    return [arena().rows(degree, features) for _ in range(num_blocks)]
 
 
 class _Inverse:
@@ -298,12 +299,12 @@ class _Inverse:
         self._calls = 0
         self._sums = self._rounded = torch.empty(0, dtype=torch.complex128, device="cpu")
 
-    def __call__(self, matrix_hat: torch.Tensor, secrets_hat: torch.Tensor, out: torch.Tensor) -> None:
+    def __call__(self, matrix_hat: torch.Tensor, secrets_hat: torch.Tensor, out: Sequence[torch.Tensor]) -> None:
         """Computes the product of some columns of the matrix and all secrets, and writes it to `out`.
 
         Args:
             matrix_hat, secrets_hat: the transforms, shapes (k, c, N/2) and (B, k, N/2), any strides.
-            out: shape (B, N, c), any strides; written.
+            out: for each block, shape (N, c), any strides; written.
         """
         num_blocks, rank, half = self._shape
         chunk = matrix_hat.shape[1]
@@ -322,7 +323,8 @@ class _Inverse:
         self._calls += 1
         rounded = torch.addcmul(_rounder(), turned, _untwist(half), out=self._rounded[:, :, :half])
         words = torch.view_as_real(rounded).view(torch.int32)  # (B, c, N/2, 4): low and high of real and imaginary
-        out.view(num_blocks, 2, half, chunk).copy_(words[..., ::2].permute(0, 3, 2, 1))
+        for each, low in zip(out, words[..., ::2].permute(0, 3, 2, 1), strict=True):
+            each.view(2, half, chunk).copy_(low)
 
 
 def _check_distance(largest: float) -> None:

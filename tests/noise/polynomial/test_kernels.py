@@ -212,6 +212,8 @@ def test_refuses_what_the_compiled_code_would_not_notice() -> None:
         (secrets_hat.transpose(0, 1), out, None),
         (secrets_hat, out.to(torch.int64), None),
         (secrets_hat, out.transpose(1, 2).contiguous().transpose(1, 2), None),
+        (secrets_hat, [*out[:2], torch.zeros(8, 7, dtype=torch.int32)[:, :6]], None),
+        (secrets_hat, [], None),
         (secrets_hat, out.to("meta"), None),
         (secrets_hat, out, torch.zeros(3, 8, 5, dtype=torch.int8)),
         (secrets_hat, out, torch.zeros(3, 8, 6, dtype=torch.int64)),
@@ -257,7 +259,7 @@ for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
         out = guarded(torch.zeros(2, degree, features, dtype=torch.int32))
         secrets_hat = guarded(kernels.secret_transform(secrets))
         combiner = kernels.Combiner(secrets_hat, out, error)
-        combiner._scratch = guarded(torch.from_numpy(combiner._scratch)).numpy()
+        combiner._scratch = guarded(combiner._scratch)
         combiner.by_matrix(matrix, 0, features)
         expected = reference_product(matrix, secrets) + error
         assert torch.equal(out, expected)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from noise.blocks.pool import alone
 from noise.params import PARAMETERS, LatticeParameters
-from noise.polynomial import kernels
-from noise.polynomial.negacyclic import combine, product, secret_transform, transform
+from noise.polynomial import kernels, negacyclic
+from noise.polynomial.negacyclic import secret_transform, transform
 from noise.sampling import Csprng, error, ternary
 from tests.support.compiled_kernels import compiled_and_torch, needs_transforms
 from tests.support.repository import ROOT
@@ -32,6 +32,14 @@ is_compiled = compiled_and_torch(kernels, needs_transforms)
 
 
 pytestmark = pytest.mark.usefixtures("is_compiled")
+
+
+def combine(*arguments: Any) -> torch.Tensor:
+    return torch.stack(list(negacyclic.combine(*arguments)))
+
+
+def product(*arguments: Any) -> torch.Tensor:
+    return torch.stack(list(negacyclic.product(*arguments)))
 
 
 def toy(degree: int, rank: int, sigma: float = 3.2) -> LatticeParameters:

@@ -74,7 +74,7 @@ def test_masks_and_effects_are_the_cpus_to_the_last_bit(
         each.combine(each.transform(matrix, parameters).first(features), each.secret_transform(secrets), noise)
         for each in (products, negacyclic)
     )
-    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(found.cpu(), torch.stack(list(expected)))
     assert (found.dtype, found.is_contiguous()) == (torch.int32, True)
 
 

@@ -1,0 +1,181 @@
+"""This module gives memory for mask rows and their effects, and uses it again when no tensor refers to it any more.
+
+On many machines the first touch of a page takes longer than the mask that is written to it: 2 to 3 µs for 1,024 numbers
+in a virtual machine whose host takes free pages back, where making them takes about 2 µs. malloc returns large blocks
+to the system when they are freed, or keeps them where nothing else fits, as its own rules have it; a run's memory then
+depends on these rules. An arena takes memory from the system in regions, hands out parts of them and keeps a free
+region only until the next one is free.
+
+Guarantees: a part is used again only after the last tensor that refers to it is gone, which Python's and torch's
+reference counts decide. So no row that is waiting to be sent, and no effect that is waiting for its reply, is ever
+overwritten. The memory of an arena is not in a forked child (a child that touched it would be stopped), and not in a
+core dump, where the system has these rules (Linux). A part is handed out as it was left: whoever asks for it must
+overwrite all of it before any of it is read. What was left there is a masked row that was sent, or an effect whose rows
+were sent.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+_REGION_BYTES = 32 << 20
+"""The least size of a region. It is far above a block of one layer (1 to 6 MB on SmolLM2), so that little is left over,
+and far below a pool."""
+_HUGE_BYTES = 2 << 20
+"""The size of a huge page on x86-64 and on most other machines. Regions begin at a multiple of it: a first touch of 2
+MiB at once took a sixth of the time of 512 first touches."""
+_LINE_BYTES = 64
+"""Parts begin at a multiple of a cache line, which the kernels need to write past the caches."""
+_LEAST_BYTES = 64 << 10
+"""Smaller parts come from malloc, which reuses them well."""
+_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP")
+
+
+class _Region:
+    """Holds one mapping, and the ranges of it that are free, in order and never adjacent."""
+
+    def __init__(self, num_bytes: int) -> None:
+        size = -(-num_bytes // _HUGE_BYTES) * _HUGE_BYTES
+        if hasattr(mmap, "MAP_ANONYMOUS"):
+            area = mmap.mmap(-1, size + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            area = mmap.mmap(-1, size + _HUGE_BYTES)
+        for advice in _ADVICE:
+            with contextlib.suppress(AttributeError, OSError):  # The system does not have this rule.
+                area.madvise(getattr(mmap, advice))
+        whole = np.frombuffer(area, dtype=np.uint8)
+        begin = -whole.ctypes.data % _HUGE_BYTES
+        self.bytes = whole[begin : begin + size]
+        self.free = [(0, size)]
+
+    @property
+    def is_free(self) -> bool:
+        return self.free == [(0, self.bytes.size)]
+
+    def take(self, num_bytes: int) -> int | None:
+        """Takes a range and returns its start; None if no free range is large enough. It is the smallest that is."""
+        fitting = [(stop - start, start) for start, stop in self.free if stop - start >= num_bytes]
+        if not fitting:
+            return None
+        size, start = min(fitting)
+        at = bisect.bisect_left(self.free, (start, 0))
+        self.free[at : at + 1] = [(start + num_bytes, start + size)] if size > num_bytes else []
+        return start
+
+    def give_back(self, start: int, stop: int) -> None:
+        at = bisect.bisect_left(self.free, (start, 0))
+        first, last = at, at
+        if at > 0 and self.free[at - 1][1] == start:
+            first, start = at - 1, self.free[at - 1][0]
+        if at < len(self.free) and self.free[at][0] == stop:
+            last, stop = at + 1, self.free[at][1]
+        self.free[first:last] = [(start, stop)]
+
+
+class Arena:
+    """Gives memory to tensors and takes it back when they are gone. It is safe under threads."""
+
+    def __init__(self) -> None:
+        """Makes an arena without memory."""
+        self._lock = threading.Lock()
+        self._regions: list[_Region] = []
+        self._returned: deque[tuple[_Region, int, int]] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of all regions, whether in use or not."""
+        with self._lock:
+            return sum(region.bytes.size for region in self._regions)
+
+    def rows(self, num_rows: int, features: int) -> torch.Tensor:
+        """Returns memory for rows, whose contents are undefined: the caller must write all of it before it reads any.
+
+        Returns:
+            int32, shape (num_rows, features), CPU, contiguous; not an inference tensor.
+
+        Raises:
+            MemoryError: the system has no more memory.
+        """
+        num_bytes = -(-num_rows * features * 4 // _LINE_BYTES) * _LINE_BYTES
+        with torch.inference_mode(False):
+            if num_bytes < _LEAST_BYTES:
+                return torch.empty(num_rows, features, dtype=torch.int32, device="cpu")
+            region, start = self._take(num_bytes)
+            part = region.bytes[start : start + num_rows * features * 4].view(np.int32)
+            # The tensor holds the array, and every tensor that shares its memory holds it, too.
+            made = torch.from_numpy(part).view(num_rows, features)
+            weakref.finalize(part, self._returned.append, (region, start, start + num_bytes)).atexit = False
+            return made
+
+    def _take(self, num_bytes: int) -> tuple[_Region, int]:
+        with self._lock:
+            self._collect()
+            for region in self._regions:
+                start = region.take(num_bytes)
+                if start is not None:
+                    return region, start
+            try:
+                region = _Region(max(num_bytes, _REGION_BYTES))
+            except OSError as exc:
+                raise MemoryError(f"no memory for {num_bytes / 1e6:.0f} MB of masks: {exc.strerror}") from None
+            self._regions.append(region)
+            start = region.take(num_bytes)
+            if start is None:  # A region that was made for it holds it.
+                raise MemoryError(f"no room for {num_bytes} bytes in a region of {region.bytes.size}")
+            return region, start
+
+    def _collect(self) -> None:
+        """Takes back what was returned. A finalizer runs wherever the last reference went, also while this thread holds
+        the lock, so it only notes what is to be taken back."""
+        with contextlib.suppress(IndexError):
+            while True:
+                region, start, stop = self._returned.popleft()
+                region.give_back(start, stop)
+        spare = [region for region in self._regions if region.is_free]
+        for region in spare[1:]:
+            self._regions.remove(region)
+
+    def trim(self) -> None:
+        """Gives all memory that no tensor refers to back to the system, in whole regions."""
+        with self._lock:
+            self._collect()
+            self._regions = [region for region in self._regions if not region.is_free]
+
+
+_arena = Arena()
+
+
+def arena() -> Arena:
+    """Returns the arena of this process, which all masks share."""
+    return _arena
+
+
+def copied(rows: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of rows, int32, shape (num_rows, features): in memory of the arena if they are on the CPU."""
+    return arena().rows(*rows.shape).copy_(rows) if rows.is_cpu else rows.clone()
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns a copy of several ranges of rows, one after the other, where `copied` puts them."""
+    if not parts[0].is_cpu:
+        return torch.cat(tuple(parts))
+    made = arena().rows(sum(part.shape[0] for part in parts), parts[0].shape[1])
+    return torch.cat(tuple(parts), out=made)
+
+
+def _after_fork_in_child() -> None:
+    global _arena
+    _arena = Arena()  # The parent's regions are not in this process.
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
