@@ -24,6 +24,7 @@ from benchmarks import (
     serving_mix,
     speculation,
     tenant_cost,
+    tenant_memory,
     transport,
 )
 
@@ -34,7 +35,7 @@ benchmark itself prints what is missing."""
 MODULES = (
     finetune_step, decode, few_rows, transport, scheduling, memory, long_context, masks, tenant_cost, quality, seeds,
     network, adapter_loading, serving, speculation, encrypted_matmul, activations, kept_tensors,
-    accelerator, serving_mix,
+    accelerator, serving_mix, tenant_memory,
 )  # fmt: skip
 
 for module in MODULES:

@@ -67,7 +67,10 @@ def _is_parameters(value: Any) -> bool:
 _BYTES = Option("a whole number of bytes from 0", _is_count)
 _SWITCH = Option("True or False", lambda value: isinstance(value, bool))
 _POSITIVE = Option("a whole number from 1", lambda value: _is_count(value, 1))
-_POOL = {"pool_bytes": _BYTES, "background": _SWITCH}
+_POOL = {
+    "pool_bytes": Option(f"{_BYTES.expected}, or None", lambda value: value is None or _is_count(value)),
+    "background": _SWITCH,
+}
 
 OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "lattice": {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from noise import gaussian_pool, off
-from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES
+from noise.blocks.pool import DEFAULT_DEVICE_BYTES, default_bytes
 from noise.gaussian_pool import GaussianPool
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
 from noise.lattice import Lattice
@@ -22,6 +22,7 @@ from noise.pad import Pad, WeightOf
 from noise.params import LatticeParameters, choose
 from noise.scheme import MaskScheme
 from noise.shares import Shares
+from runtime.memory import free_memory
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic
 from wire.limits import Limits
@@ -123,13 +124,18 @@ def _shares(setting: Setting) -> MaskScheme:
     return Shares(lambda: ledger.fresh_seed("shares"), ledger.close)
 
 
-def _pad(setting: Setting, pool_bytes: int = DEFAULT_BYTES, background: bool = True) -> MaskScheme:
+def _pool_bytes(setting: Setting, given: int | None) -> int:
+    return default_bytes(setting.features, free_memory()) if given is None else given
+
+
+def _pad(setting: Setting, pool_bytes: int | None = None, background: bool = True) -> MaskScheme:
     if setting.weight_of is None:
         raise ConfigurationError("mask='pad' needs the tenant's own weights: verify='path or hub id' names them")
     ledger = setting.open_ledger()
     return Pad(
-        setting.weight_of, lambda: ledger.fresh_seed("pad"), pool_bytes, background, ledger.close, setting.features
-    )
+        setting.weight_of, lambda: ledger.fresh_seed("pad"), _pool_bytes(setting, pool_bytes), background, ledger.close,
+        setting.features,
+    )  # fmt: skip
 
 
 def _lattice(
@@ -139,13 +145,13 @@ def _lattice(
     hints: str = "disk",
     hint_bits: int = 32 - DEFAULT_DROPPED_BITS,
     hint_ram_bytes: int = DEFAULT_RAM_BUDGET_BYTES,
-    pool_bytes: int = DEFAULT_BYTES,
+    pool_bytes: int | None = None,
     background: bool = True,
 ) -> MaskScheme:
     chosen = choose(parameters, allow_toy)
     folder = setting.hints_folder if hints == "disk" else None
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
     return Lattice(
-        chosen, setting.open_ledger(), store, setting.verified, pool_bytes, background, setting.limits,
-        setting.features, setting.mask_device,
+        chosen, setting.open_ledger(), store, setting.verified, _pool_bytes(setting, pool_bytes), background,
+        setting.limits, setting.features, setting.mask_device,
     )  # fmt: skip

@@ -197,7 +197,15 @@ def alone(work: Callable[[], Result]) -> Result:
 
 
 DEFAULT_BYTES, DEFAULT_DEVICE_BYTES = 2 << 30, 512 << 20
-"""The default budgets of a pool in the CPU's memory and of one in a GPU's, where the model needs room too."""
+"""The most that the default budget of a pool in the CPU's memory may be, and the default budget of one in a GPU's,
+where the model needs room too."""
+_LEAST_BYTES = 64 << 20
+"""The least default budget, on a machine that has little memory left."""
+_SHARE_OF_FREE_MEMORY = 0.1
+_ENOUGH_TOKENS = 256
+"""For how many tokens the default budget holds masks and effects in both directions: a block of 512 rows of every layer
+while tokens are generated, or about half a training step. docs/memory.md, "What masks take", has time and memory for
+this budget and for 2 GiB."""
 _LEAVE_S = 10.0
 """The seconds that the process waits at its exit for a worker thread that is making blocks. Eight blocks of the widest
 layer take a second or two."""
@@ -226,6 +234,19 @@ class Block:
     def num_bytes(self) -> int:
         """Returns the bytes of memory that the block takes."""
         return (self.mask.numel() + self.effect.numel()) * ITEM_BYTES
+
+
+def default_bytes(features: int, free_bytes: int | None) -> int:
+    """Returns the default budget of a pool in the CPU's memory: enough for the next tokens, and at most a tenth of the
+    memory that is free when the mask is made.
+
+    Args:
+        features: as for `MaskPool`; 0 if unknown.
+        free_bytes: the memory that is free; None if unknown.
+    """
+    enough = _ENOUGH_TOKENS * 2 * features * ITEM_BYTES or DEFAULT_BYTES
+    free = DEFAULT_BYTES if free_bytes is None else int(free_bytes * _SHARE_OF_FREE_MEMORY)
+    return max(_LEAST_BYTES, min(DEFAULT_BYTES, enough, free))
 
 
 Maker = Callable[[GroupSpec, Direction, int], Sequence[Block]]

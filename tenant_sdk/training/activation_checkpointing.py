@@ -61,6 +61,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from noise.disk.private_files import make_private_folder
+from runtime.memory import free_memory
 from tenant_sdk.kinds.register import features_of_kinds
 from tenant_sdk.model.dora import features_of_dora
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
@@ -495,10 +496,10 @@ _SHARE_OF_MEMORY = 0.5
 """The part of the free memory that a run may use if the tenant names no budget."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
-_IN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 1 << 20}
-"""malloc's thresholds, in bytes, while `giving_pages_back` is in force. From 1 MiB a block is mapped by itself, so its
-pages return to the system when it is freed. With 64 KiB a step of 1,024 tokens took a quarter less memory (170 MB in
-place of 231), but half as much time again, for page faults. The heap keeps 64 MiB, as provider/serve.py has it."""
+_IN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 4 << 20}
+"""malloc's thresholds, in bytes, while `giving_pages_back` is in force. From 4 MiB a block is mapped by itself, so its
+pages return to the system when it is freed. Page faults are what it costs: docs/memory.md, "In a plain Python program",
+has time and memory for thresholds of 1 and 4 MiB. The heap keeps 64 MiB, as provider/serve.py has it."""
 _BETWEEN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 32 << 20}
 """The thresholds afterwards: those that malloc's own rule reaches once a block of 32 MiB has been freed (mallopt(3),
 DEFAULT_MMAP_THRESHOLD_MAX on 64 bits, and twice that). The rule itself ends with the first call of `mallopt`."""
@@ -701,7 +702,8 @@ def choose(
         StorageError: the mode is `replies`, and the disk has no room for them.
     """
     need = estimate(base, num_rows, has_dropout)
-    budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free_memory() * _SHARE_OF_MEMORY)
+    free = free_memory() or 0
+    budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free * _SHARE_OF_MEMORY)
     in_memory = max(0, budget - need.working)
     if mode == "replies" and memory_budget_mb is None:
         is_roomy = need.stored * 1.2 + _SPARE_DISK_BYTES <= _free_disk(folder)
@@ -723,19 +725,6 @@ def choose(
         )
     per_row = need.replies // max(1, num_rows), need.results // max(1, num_rows)
     return Checkpointing(mode, ReplyStore(in_memory, folder), per_row)
-
-
-def free_memory() -> int:
-    """Returns the bytes of memory that the machine and this process's control group leave free."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
-        return min(free, int(limit) - int(used)) if limit != "max" else free
-    except (OSError, ValueError):
-        return free
 
 
 def is_in_memory(folder: Path) -> bool:

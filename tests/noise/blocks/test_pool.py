@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from noise.blocks.pool import Block, MaskPool, RowCounts, Slots
+from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, RowCounts, Slots, default_bytes
 from noise.scheme import GroupSpec
 from tests.support.forked_child import in_child
 from tests.support.waiting import WAIT_S, end, until
@@ -419,6 +419,22 @@ def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
     ]  # fmt: skip
     whole = MaskPool(mill, BLOCK_ROWS, 0, background=False, features=8)
     assert (whole.piece_rows, whole.rounded(1)) == (BLOCK_ROWS, BLOCK_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("features", "free_bytes", "expected"),
+    [
+        (250_000, 100 << 30, 256 * 2 * 250_000 * 4),  # enough for the next tokens
+        (250_000, 2 << 30, (2 << 30) // 10),  # a tenth of the free memory
+        (5_000_000, 100 << 30, DEFAULT_BYTES),  # a wide model
+        (250_000, None, 256 * 2 * 250_000 * 4),
+        (0, None, DEFAULT_BYTES),
+        (250_000, 1 << 20, 64 << 20),
+        (16, 100 << 30, 64 << 20),
+    ],
+)
+def test_the_default_budget_follows_model_and_machine(features: int, free_bytes: int | None, expected: int) -> None:
+    assert default_bytes(features, free_bytes) == expected
 
 
 def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tenant_sdk.training import activation_checkpointing
-from tenant_sdk.training.activation_checkpointing import choose, estimate, free_memory, has_dropout, resolve
+from tenant_sdk.training.activation_checkpointing import choose, estimate, has_dropout, resolve
 from tests.support.client_seams import before_requests
 from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, StorageError
@@ -84,7 +84,6 @@ def test_auto_is_the_cheapest_that_fits(base: Any, tmp_path: Path, monkeypatch: 
 def test_without_a_budget_half_of_the_free_memory_counts(
     base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 1e6 < free_memory() < 1e15
     plain = estimate(base, NUM_ROWS, False).plain
     for free, mode in ((2 * plain + 10, None), (2 * plain - 10, "replies")):
         monkeypatch.setattr(activation_checkpointing, "free_memory", lambda free=free: free)
