@@ -496,10 +496,10 @@ _SHARE_OF_MEMORY = 0.5
 """The part of the free memory that a run may use if the tenant names no budget."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
-_IN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 4 << 20}
-"""malloc's thresholds, in bytes, while `giving_pages_back` is in force. From 4 MiB a block is mapped by itself, so its
+_IN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 2 << 20}
+"""malloc's thresholds, in bytes, while `giving_pages_back` is in force. From 2 MiB a block is mapped by itself, so its
 pages return to the system when it is freed. Page faults are what it costs: docs/memory.md, "In a plain Python program",
-has time and memory for thresholds of 1 and 4 MiB. The heap keeps 64 MiB, as provider/serve.py has it."""
+has time and memory. The heap keeps 64 MiB, as provider/serve.py has it."""
 _BETWEEN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 32 << 20}
 """The thresholds afterwards: those that malloc's own rule reaches once a block of 32 MiB has been freed (mallopt(3),
 DEFAULT_MMAP_THRESHOLD_MAX on 64 bits, and twice that). The rule itself ends with the first call of `mallopt`."""
