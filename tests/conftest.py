@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
     """Leaves out of all later garbage collections what was loaded by now: modules, and thousands of tests. None of it
     becomes garbage, and to go through it takes a third of a second for each full collection."""
     gc.collect()
