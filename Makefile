@@ -7,6 +7,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 LOCKED := --require-hashes --only-binary :all: --requirement
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# compiled once, and not in every process that the tests start
+unexport PYTHONDONTWRITEBYTECODE
 
 # `make` alone says what there is: a line for each target that ends in "## what it does"
 .DEFAULT_GOAL := help

@@ -27,7 +27,8 @@ import torch
 
 from noise import sampling
 from noise.blocks.arena import copied
-from noise.blocks.pool import DEFAULT_BYTES, Block, Key, MaskPool, Slots, SlotsExhausted
+from noise.blocks.pool import DEFAULT_BYTES, Block, Key, MaskPool
+from noise.blocks.slots import Slots, SlotsExhausted
 from noise.hints.file import Hint
 from noise.hints.store import HintKey, HintStore
 from noise.ledger.ledger import Ledger, Reservation, Seed, SeedExhausted

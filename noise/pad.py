@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, Slots
+from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.blocks.slots import Slots
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
 from noise.staging import on_device, on_host
 from wire.errors import ConfigurationError

@@ -53,7 +53,7 @@ from wire.errors import (
 )
 
 if TYPE_CHECKING:
-    from noise.blocks.pool import SlotsExhausted
+    from noise.blocks.slots import SlotsExhausted
     from noise.gaussian_pool import NotPrivateWarning
     from noise.ledger.ledger import SeedExhausted
     from tenant_sdk.client import TenantClient
@@ -164,7 +164,7 @@ _MODULE_OF = {
     "ProviderAwayWarning": "tenant_sdk.training.waiting",
     "RemoteWeightError": "tenant_sdk.model.remote_linear",
     "SeedExhausted": "noise.ledger.ledger",
-    "SlotsExhausted": "noise.blocks.pool",
+    "SlotsExhausted": "noise.blocks.slots",
     "Speculation": "tenant_sdk.serving.speculation.settings",
     "TemplateDoesNotFit": "tenant_sdk.text.template",
     "TemplateRefuses": "tenant_sdk.generate",

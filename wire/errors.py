@@ -24,7 +24,7 @@ these where they raise them; of those, the tree shows SlotsExhausted, SeedExhaus
     ├── MaskError               the privacy mask cannot be used
     │   ├── MaskReused          a slot (one row of a mask) was about to be used twice
     │   ├── MaskOverflow        the no-wrap bound would not hold
-    │   ├── SlotsExhausted      a block of mask rows has too few unused rows left (noise/blocks/pool.py)
+    │   ├── SlotsExhausted      a block of mask rows has too few unused rows left (noise/blocks/slots.py)
     │   ├── SeedExhausted       the requested secrets would exceed a seed's budget (noise/ledger/ledger.py)
     │   ├── WeakParameters      the parameters are weaker than the accepted sets
     │   └── VerificationFailed  a reply or a file does not match the trusted checkpoint

@@ -3,7 +3,7 @@ seed serves more secrets than its parameters allow.
 
 The ledger has two halves. On disk, `Ledger` keeps one file for a tenant identity. It holds the public seeds that were
 drawn, and one fsynced record for each reservation *before* any of its blocks is used. In memory, `Slots`
-(noise/blocks/pool.py) burns rows (marks them as used) before their bytes are sent. A mask gets rows by reserve →
+(noise/blocks/slots.py) burns rows (marks them as used) before their bytes are sent. A mask gets rows by reserve →
 `Reservation.open_block` → `Slots.take`, and each step can be taken only once for a block or row.
 
 The file has lines of `CHECK JSON`. CHECK is SHA-256(previous CHECK ‖ JSON) cut to 64 bits, so that a record that is
@@ -41,7 +41,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from noise.blocks.pool import Origin, Slots
+from noise.blocks.slots import Origin, Slots
 from noise.disk.private_files import locked, make_private_folder, sync_folder
 from wire.errors import ConfigurationError, MaskError, MaskReused
 

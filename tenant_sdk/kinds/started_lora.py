@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -156,10 +157,10 @@ class StartedLoraModel(LoraModel):  # type: ignore[misc]
             ConfigurationError: the model is over a provider's layers, and a tensor has no place in it. PEFT would leave
                 this tensor out, and answer as if the file did not hold it.
         """
-        split = dict(state_dict)
+        split, modules = dict(state_dict), dict(model.named_modules())
         for key, saved in state_dict.items():
             module, _, last = key.removesuffix(".weight").rpartition(".")
-            if last not in ("lora_A", "lora_B") or not _is_started(model, module, adapter_name):
+            if last not in ("lora_A", "lora_B") or not _is_started(modules, module, adapter_name):
                 continue
             if last == "lora_A":
                 split[key], split[f"{module}.lora_start_A"] = saved.chunk(2, dim=0)
@@ -167,7 +168,7 @@ class StartedLoraModel(LoraModel):  # type: ignore[misc]
                 split[key], negative = saved.chunk(2, dim=1)
                 split[f"{module}.lora_start_B"] = -negative
         loaded: dict[str, torch.Tensor] = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, split)
-        if any(is_remote(module) for module in model.modules()):
+        if any(is_remote(module) for module in modules.values()):
             has_place = model.state_dict().keys()
             unused = next((key for key in loaded if key not in has_place), None)
             if unused is not None:
@@ -189,7 +190,6 @@ def _started(model: Any) -> list[StartedLora]:
     return [module for module in model.modules() if isinstance(module, StartedLora)]
 
 
-def _is_started(model: Any, name: str, adapter_name: str) -> bool:
-    modules = dict(model.named_modules())
+def _is_started(modules: Mapping[str, torch.nn.Module], name: str, adapter_name: str) -> bool:
     module = modules.get(name, modules.get(name.removeprefix("base_model.model.")))
     return isinstance(module, StartedLora) and adapter_name in module.lora_start_A

@@ -133,7 +133,7 @@ def make_preference_trainer(
         )
     config = DPOConfig(
         **arguments, beta=settings.dpo_beta, loss_type=[settings.dpo_loss], max_length=None, router_aux_loss_coef=0.0,
-        gradient_checkpointing=False,
+        activation_checkpointing=False,
     )  # fmt: skip
     trainer = PreferenceTrainer(
         model=model,

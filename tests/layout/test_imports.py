@@ -166,8 +166,8 @@ def test_contracts_name_folders() -> None:
     files = {name for name in named if not (ROOT / name.replace(".", "/")).is_dir()}
     called_by_the_client = {f"tenant_sdk.{name}" for name in ("adapters", "generate", "session", "session_protocol")}
     speak_grpc = {
-        "wire.transport.grpc_connection", "provider.net.server", "provider.net.service", "provider.cluster.connection",
-        "provider.operations.monitor", "grpc", "grpc_health",
+        "wire.transport.grpc_channel", "wire.transport.grpc_connection", "provider.net.server", "provider.net.service",
+        "provider.cluster.connection", "provider.operations.monitor", "grpc", "grpc_health",
     }  # fmt: skip
     assert files == speak_grpc | called_by_the_client | {
         "noise.params", "tenant_sdk.embedded", "tenant_sdk.client", "tenant_sdk.cli",

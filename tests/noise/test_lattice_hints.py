@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from noise import lattice, sampling
-from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, Slots
+from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.blocks.slots import Slots
 from noise.lattice import Lattice
 from noise.ledger.ledger import Book, Ledger, Reservation, Seed
 from noise.params import LatticeParameters

@@ -59,28 +59,31 @@ def named(path: Path, root: Path) -> Iterator[str]:
         yield from (f"{folder}.{name}" if name.partition(".")[0] in beside else name for name in found)
 
 
-def imported_modules(path: Path, root: Path) -> set[str]:
-    """Returns the test modules that a file names. Of each dotted name, the longest beginning that is a file counts."""
-    known, found = modules(root), set()
-    for name in named(path, root):
+def imports(root: Path) -> dict[Path, set[str]]:
+    """Returns the test modules that each file of tests/ names. Of each dotted name, the longest beginning that is a
+    file counts."""
+    known = modules(root)
+
+    def longest(name: str) -> str:
         parts = name.split(".")
-        beginnings = [".".join(parts[:count]) for count in range(len(parts), 1, -1)]
-        found |= {next((one for one in beginnings if one in known), "tests")}
-    return found - {"tests", name_of(path, root)}
+        beginnings = (".".join(parts[:count]) for count in range(len(parts), 1, -1))
+        return next((one for one in beginnings if one in known), "tests")
+
+    return {path: {longest(name) for name in named(path, root)} - {"tests", own} for own, path in known.items()}
 
 
 def is_shared(module: str) -> bool:
     return module == "tests.support" or module.startswith("tests.support.")
 
 
-def forbidden_imports(root: Path) -> list[str]:
+def forbidden_imports(root: Path, found: dict[Path, set[str]] | None = None) -> list[str]:
     """Returns the imports between tests other than of tests/support, as `file: module`. An empty file counts as no
-    module."""
+    module. `found` is what `imports` returns, if it was called before."""
     known = modules(root)
     return [
         f"{path.relative_to(root)}: {module}"
-        for path in known.values()
-        for module in sorted(imported_modules(path, root))
+        for path, named_there in (imports(root) if found is None else found).items()
+        for module in sorted(named_there)
         if not is_shared(module) and module not in PROGRAMS and known[module].stat().st_size
     ]
 
@@ -107,15 +110,19 @@ def without_docstring(path: Path) -> list[str]:
     return [name for name, text in said.items() if not SENTENCE.match(text or "")]
 
 
-def test_no_test_module_imports_another_one() -> None:
-    assert any(imported_modules(path, ROOT) for path in modules(ROOT).values())
-    assert forbidden_imports(ROOT) == []
+@pytest.fixture(scope="module")
+def imported() -> dict[Path, set[str]]:
+    return imports(ROOT)
 
 
-def test_exceptions_are_programs_and_are_needed() -> None:
+def test_no_test_module_imports_another_one(imported: dict[Path, set[str]]) -> None:
+    assert any(imported.values())
+    assert forbidden_imports(ROOT, imported) == []
+
+
+def test_exceptions_are_programs_and_are_needed(imported: dict[Path, set[str]]) -> None:
     known = modules(ROOT)
-    used = {module for path in known.values() for module in imported_modules(path, ROOT)}
-    assert set(PROGRAMS) <= used
+    assert set(PROGRAMS) <= set().union(*imported.values())
     assert all('if __name__ == "__main__":' in known[module].read_text() for module in PROGRAMS)
 
 

@@ -62,10 +62,11 @@ def test_a_changed_template_is_refused_until_it_is_accepted_by_name(provider: Pr
     assert calls == 0, "something was sent before the tenant accepted"
     with client(provider, tmp_path, tokenizer=tmp_path / "one" / "tiny") as named:
         assert named.generate("who?", max_new_tokens=2) == answer, "a template that is not used was in the way"
-    shell = CliRunner().invoke(
-        app, ["generate", "who?", "--identity", str(provider.folder / "acme"), "--mask", "off", "--accept-change",
-              "template", "--max-new-tokens", "2"],
-    )  # fmt: skip
+    with pytest.warns(AcceptedChangeWarning, match="chat template changed since first use"):
+        shell = CliRunner().invoke(
+            app, ["generate", "who?", "--identity", str(provider.folder / "acme"), "--mask", "off", "--accept-change",
+                  "template", "--max-new-tokens", "2"],
+        )  # fmt: skip
     assert shell.exit_code == 0, shell.output
     with client(provider, tmp_path) as after:
         after.generate("who?", max_new_tokens=2)

@@ -32,7 +32,9 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def interpret_chacha(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes noise/polynomial/device_error.py run its kernels in the interpreter, on tensors of the CPU."""
+    """Makes noise/polynomial/device_error.py run its kernels in the interpreter, on tensors of the CPU, in blocks of
+    more lanes: each block takes half a second, whatever its size."""
+    monkeypatch.setattr(device_error, "BLOCK_LANES", 256)
     module = _interpreted(monkeypatch, triton_chacha.__file__)
     monkeypatch.setattr(device_error, "kernels", lambda: module)
 

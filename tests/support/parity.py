@@ -32,7 +32,7 @@ def batch(seed: int = 1, shape: tuple[int, int] = (2, 12)) -> torch.Tensor:
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     """Returns the distance of two tensors, divided by the norm of the second one."""
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+    return float(((got - want).norm() / want.norm().clamp_min(1e-30)).detach())
 
 
 def adapted(model: Any, config: Any, seed: int = 3) -> Any:

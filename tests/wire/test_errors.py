@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from noise.blocks.pool import SlotsExhausted
+from noise.blocks.slots import SlotsExhausted
 from noise.ledger.ledger import SeedExhausted
 from tenant_sdk import PromptsFailed
 from wire import errors

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, RowCounts, Slots, default_bytes
+from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, RowCounts, default_bytes
+from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
 from tests.support.forked_child import in_child
 from tests.support.waiting import WAIT_S, end, until

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from noise.blocks.pool import Slots, SlotsExhausted
+from noise.blocks.slots import Slots, SlotsExhausted
 from tests.support.thread_switches import switching_every
 from tests.support.threads import together
 from wire.errors import MaskError

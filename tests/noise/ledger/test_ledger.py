@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from noise.blocks.pool import SlotsExhausted
+from noise.blocks.slots import SlotsExhausted
 from noise.ledger import ledger as module
 from noise.ledger.ledger import Ledger, SeedExhausted
 from tests.support.ledger_blocks import reserve_through_renewals
@@ -242,6 +242,12 @@ print(json.dumps(reserve_through_renewals(ledger, num_calls, budget)), flush=Tru
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], cwd=ROOT, text=True, **pipes)
+
+
+def test_a_ledger_is_opened_without_torch() -> None:
+    """To load torch takes seconds, and the command that shows a ledger computes nothing."""
+    process = start("import sys, noise.ledger.ledger; print(sys.modules.keys() & {'torch', 'numpy'})")
+    assert process.communicate(timeout=WAIT_S)[0] == "set()\n"
 
 
 @pytest.mark.parametrize("compact_bytes", [module.COMPACT_BYTES, 500])

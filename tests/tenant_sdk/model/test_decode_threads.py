@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from noise.blocks.pool import Block, MaskPool, Slots
+from noise.blocks.pool import Block, MaskPool
+from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
 from runtime.threads import all_cores, return_cores, spare_cores
 from tenant_sdk.model import build

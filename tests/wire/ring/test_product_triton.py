@@ -109,8 +109,11 @@ def test_extremes(num_rows: int, form: Form) -> None:
     weight[:, 0], weight[:, 1], weight[:, 2], weight[:, 3] = -128, 127, 0, 127
     weight[::2, 3] = -128
     limits = [0x7F7F7F7F, 0x7F7F7F80, 0x00808080, 1023, 1024, -1024, -1025, 2047, 2048, (1 << 23) - 1, 1 << 23]
-    for value in [*EXTREMES.tolist(), *limits]:
-        rows = torch.full((num_rows, 300), value, dtype=torch.int32)
+    values = torch.tensor([*EXTREMES.tolist(), *limits], dtype=torch.int32)
+    num_products = -(-len(values) // num_rows)
+    # A row holds one value only. Each value has a row, and after the last value the first one comes again.
+    all_rows = values[torch.arange(num_products * num_rows) % len(values), None].repeat(1, 300)
+    for rows in all_rows.split(num_rows):
         for bits in (32, 24):
             assert_same(product_triton.product(rows, weight, bits, form), exact(rows, weight), bits)
 

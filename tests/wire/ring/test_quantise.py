@@ -50,7 +50,8 @@ def test_golden(case: dict[str, Any]) -> None:
         assert bits(alpha) == case["alpha"]
         assert digest(quantised, alpha) == case["digest"]
     squares = [sum(number * number for number in column) for column in zip(*case["quantised"], strict=True)]
-    norms = [np.float32(math.sqrt(square) * scale) for square, scale in zip(squares, alpha.tolist(), strict=True)]
+    with np.errstate(over="ignore"):  # of the largest numbers it is infinite
+        norms = [np.float32(math.sqrt(square) * scale) for square, scale in zip(squares, alpha.tolist(), strict=True)]
     assert column_norms(quantised, alpha).tolist() == norms
     column, row = max_norms(quantised)
     assert Fraction(column) ** 2 >= case["largest_squared_column_norm"]
