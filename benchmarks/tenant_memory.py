@@ -82,17 +82,18 @@ def tenant(task: str, mask: str, url: str, folder: str, steps: int, pool_bytes: 
 
 
 def _finetune(client: Any, steps: int) -> None:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, trainer
 
     class Phases(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 1:
                 enter("steady")
 
+    trainer.DEFAULT_CALLBACKS.append(Phases)  # `finetune` takes no callbacks.
     data = [{"text": each} for each in texts(BATCH_SIZE * steps)]
     with tempfile.TemporaryDirectory() as out:
         given: dict[str, Any] = {"batch_size": BATCH_SIZE, "max_steps": steps, "learning_rate": 1e-4}
-        client.finetune(data, Path(out) / "adapter", callbacks=[Phases()], **given)
+        client.finetune(data, output_dir=Path(out) / "adapter", **given)
 
 
 def _serve(client: Any, num_requests: int, adapters: Path) -> None:

@@ -235,7 +235,8 @@ class Lattice:
         if cut.slots.remaining == 0:
             self._cuts.pop((group.id, direction), None)
         with torch.inference_mode(False):  # `mask` later adds to these tensors in place, also outside inference mode.
-            masks = self.polynomials.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0][kept]
+            exact = self.polynomials.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0]
+            masks = exact[kept]
             if isinstance(self.polynomials, DeviceProducts):
                 self.polynomials.add_error(masks, self._rng, self.parameters)
             else:
@@ -246,7 +247,9 @@ class Lattice:
             piece = self.pool.piece_rows
             # Each piece is a copy, so that its memory is free as soon as its own rows are used.
             pairs = zip(masks.split(piece), effects.split(piece), strict=True)
-            return [Block(copied(mask), copied(effect), Slots(len(mask))) for mask, effect in pairs]
+            pieces = [Block(copied(mask), copied(effect), Slots(len(mask))) for mask, effect in pairs]
+            exact.zero_()  # Rows without an error give the secret away, and this memory is used again only later.
+            return pieces
 
     def _cut(self, group: GroupSpec, direction: Direction) -> _Cut:
         """Returns the block that is being cut into pieces for a layer group and direction, or opens a new one. Only one

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from noise import gaussian_pool, off
-from noise.blocks.pool import DEFAULT_DEVICE_BYTES, default_bytes
+from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES, default_bytes
 from noise.gaussian_pool import GaussianPool
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
 from noise.lattice import Lattice
@@ -110,8 +110,8 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
         "off": lambda _: Off(_ARITHMETIC[chosen]),
     }  # fmt: skip
     given = check_options(mask, options)
-    if mask == "lattice" and setting.mask_device is not None:  # Masks stay in the device's memory.
-        given = {"pool_bytes": DEFAULT_DEVICE_BYTES, **given}
+    if mask == "lattice" and setting.mask_device is not None and given.get("pool_bytes") is None:
+        given["pool_bytes"] = DEFAULT_DEVICE_BYTES  # Masks stay in the device's memory.
     return makers[mask](setting, **given)
 
 
@@ -151,7 +151,11 @@ def _lattice(
     chosen = choose(parameters, allow_toy)
     folder = setting.hints_folder if hints == "disk" else None
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
+    if folder is None and pool_bytes is None:
+        # How often a hint that is not stored is fetched follows the budget, so the provider would see free memory.
+        pool_bytes = DEFAULT_BYTES
+    budget = _pool_bytes(setting, pool_bytes)
     return Lattice(
-        chosen, setting.open_ledger(), store, setting.verified, _pool_bytes(setting, pool_bytes), background,
-        setting.limits, setting.features, setting.mask_device,
+        chosen, setting.open_ledger(), store, setting.verified, budget, background, setting.limits, setting.features,
+        setting.mask_device,
     )  # fmt: skip

@@ -194,14 +194,14 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
 
     def work(starts: Iterator[int]) -> None:
         for start in starts:
-            _count_ones(rng, ones[start : start + _BATCH], 2 * eta)
+            count_ones(rng, ones[start : start + _BATCH], 2 * eta)
 
     share(work, range(0, ones.size, _BATCH))
     ones -= np.uint8(eta)  # Below zero this wraps to the two's complement of an int8.
     return torch.from_numpy(ones.view(np.int8)).view(*shape)
 
 
-def _count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
+def count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
     """Writes to each element of `out` the number of ones among `num_bits` fresh bits."""
     count, whole, rest = out.size, num_bits // 8, num_bits % 8
     share = 8 // rest if rest else 1  # This many samples share one byte for their remaining bits.

@@ -8,10 +8,12 @@ region only until the next one is free.
 
 Guarantees: a part is used again only after the last tensor that refers to it is gone, which Python's and torch's
 reference counts decide. So no row that is waiting to be sent, and no effect that is waiting for its reply, is ever
-overwritten. The memory of an arena is not in a forked child (a child that touched it would be stopped), and not in a
-core dump, where the system has these rules (Linux). A part is handed out as it was left: whoever asks for it must
-overwrite all of it before any of it is read. What was left there is a masked row that was sent, or an effect whose rows
-were sent.
+overwritten. The memory of an arena is not in a core dump, where the system has this rule (Linux).
+
+Not guaranteed: that a part is empty. It is handed out as it was left, and what was left there is secret: effects and
+mask rows that were used, which would unmask recorded traffic, or rows that were dropped unused. Whoever asks for a
+part must overwrite all of it before any of it is read. A forked child has a copy of the memory, as of all other memory
+of the process, and an arena of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _LINE_BYTES = 64
 """Parts begin at a multiple of a cache line, which the kernels need to write past the caches."""
 _LEAST_BYTES = 64 << 10
 """Smaller parts come from malloc, which reuses them well."""
-_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP")
+_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP")
 
 
 class _Region:
@@ -62,15 +64,14 @@ class _Region:
     def is_free(self) -> bool:
         return self.free == [(0, self.bytes.size)]
 
-    def take(self, num_bytes: int) -> int | None:
-        """Takes a range and returns its start; None if no free range is large enough. It is the smallest that is."""
-        fitting = [(stop - start, start) for start, stop in self.free if stop - start >= num_bytes]
-        if not fitting:
-            return None
-        size, start = min(fitting)
+    def fitting(self, num_bytes: int) -> tuple[int, int] | None:
+        """Returns the size and the start of the smallest free range that is large enough; None if there is none."""
+        return min(((stop - start, start) for start, stop in self.free if stop - start >= num_bytes), default=None)
+
+    def take(self, size: int, start: int, num_bytes: int) -> None:
+        """Takes the first `num_bytes` of a free range."""
         at = bisect.bisect_left(self.free, (start, 0))
         self.free[at : at + 1] = [(start + num_bytes, start + size)] if size > num_bytes else []
-        return start
 
     def give_back(self, start: int, stop: int) -> None:
         at = bisect.bisect_left(self.free, (start, 0))
@@ -120,18 +121,17 @@ class Arena:
     def _take(self, num_bytes: int) -> tuple[_Region, int]:
         with self._lock:
             self._collect()
-            for region in self._regions:
-                start = region.take(num_bytes)
-                if start is not None:
-                    return region, start
-            try:
-                region = _Region(max(num_bytes, _REGION_BYTES))
-            except OSError as exc:
-                raise MemoryError(f"no memory for {num_bytes / 1e6:.0f} MB of masks: {exc.strerror}") from None
-            self._regions.append(region)
-            start = region.take(num_bytes)
-            if start is None:  # A region that was made for it holds it.
-                raise MemoryError(f"no room for {num_bytes} bytes in a region of {region.bytes.size}")
+            found = [(*fit, region) for region in self._regions if (fit := region.fitting(num_bytes)) is not None]
+            if not found:
+                try:
+                    region = _Region(max(num_bytes, _REGION_BYTES))
+                except (OSError, OverflowError, ValueError):
+                    raise MemoryError(f"no memory for {num_bytes / 1e6:.0f} MB of masks") from None
+                self._regions.append(region)
+                found.append((region.bytes.size, 0, region))
+            # The smallest range that is large enough, of all regions: so that regions become free as wholes.
+            size, start, region = min(found, key=lambda each: each[:2])
+            region.take(size, start, num_bytes)
             return region, start
 
     def _collect(self) -> None:
@@ -146,10 +146,14 @@ class Arena:
             self._regions.remove(region)
 
     def trim(self) -> None:
-        """Gives all memory that no tensor refers to back to the system, in whole regions."""
-        with self._lock:
-            self._collect()
-            self._regions = [region for region in self._regions if not region.is_free]
+        """Gives all memory that no tensor refers to back to the system, in whole regions. If another caller is at work,
+        or a finalizer calls this while its thread is, nothing is done."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+                self._regions = [region for region in self._regions if not region.is_free]
+            finally:
+                self._lock.release()
 
 
 _arena = Arena()
@@ -175,7 +179,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _after_fork_in_child() -> None:
     global _arena
-    _arena = Arena()  # The parent's regions are not in this process.
+    _arena = Arena()  # Another thread may have held the old one's lock.
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -34,7 +34,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from noise.blocks.arena import joined
+from noise.blocks.arena import arena, joined
 from noise.blocks.slots import Origin, Slots
 from noise.scheme import GroupSpec
 from runtime.threads import Workers, all_cores
@@ -117,8 +117,7 @@ _LEAST_BYTES = 64 << 20
 _SHARE_OF_FREE_MEMORY = 0.1
 _ENOUGH_TOKENS = 256
 """For how many tokens the default budget holds masks and effects in both directions: a block of 512 rows of every layer
-while tokens are generated, or about half a training step. docs/memory.md, "What masks take", has time and memory for
-this budget and for 2 GiB."""
+while tokens are generated, or about half a training step."""
 _LEAVE_S = 10.0
 """The seconds that the process waits at its exit for a worker thread that is making blocks. Eight blocks of the widest
 layer take a second or two."""
@@ -491,6 +490,7 @@ class MaskPool:
             self._closed = True
             self._drop()
             self._state.notify_all()
+        arena().trim()
 
     def _drop(self) -> None:
         self._shelves.clear()

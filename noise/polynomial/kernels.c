@@ -12,7 +12,8 @@
  * Four features (columns of A or of a hint) are transformed at once, one in each lane of a register, so no step needs
  * a shuffle. LANES numbers of real parts are followed by LANES of imaginary ones.
  *
- * The code takes constant time: no branch and no address depends on a number.
+ * The code takes constant time: no branch and no address depends on a number, but for the largest distance to an integer,
+ * which is compared at the end.
  */
 #include <cpuid.h>
 #include <immintrin.h>

@@ -13,9 +13,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +112,8 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
     return scaled.reshape(num_blocks, rank, degree // 2, 2).contiguous()
 
 
-class PackedColumns(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PackedColumns:
     """Holds some columns of an int32 matrix whose numbers end in eight zero bits, as they lie in a file: the high three
     bytes of each number, little-endian, row after row.
 
@@ -153,7 +154,7 @@ class Combiner:
         is_right = (
             secrets_hat.dtype == torch.float64 and secrets_hat.is_contiguous() and two == 2 and secrets_hat.is_cpu
         )
-        is_right &= len(out) == num_blocks > 0
+        is_right &= len(out) == num_blocks > 0 and half > 0 and half & (half - 1) == 0
         for each in out:
             is_right &= each.dtype == torch.int32 and each.shape == (2 * half, out[0].shape[-1]) and _has_rows(each)
             is_right &= each.stride() == out[0].stride()
@@ -185,7 +186,8 @@ class Combiner:
         _, rank, degree = self._shape
         groups = matrix_hat[start // LANES : -(-stop // LANES)]
         shape = (-(-stop // LANES) - start // LANES, rank, degree // 2, 2, LANES)
-        if start % LANES or groups.shape != shape or groups.dtype != torch.float64 or not groups.is_contiguous():
+        is_whole = groups.dtype == torch.float64 and groups.is_contiguous() and groups.is_cpu
+        if start % LANES or groups.shape != shape or not is_whole:
             raise ConfigurationError("transforms of another shape, or not from the first feature of a group")
         return self._combine(groups.data_ptr(), None, 0, False, start, stop)
 

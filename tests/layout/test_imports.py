@@ -164,7 +164,7 @@ def test_contracts_name_folders() -> None:
         for line in contract.get("ignore_imports", []):
             named += [end.replace(".**", "").replace(".*", "") for end in line.split(" -> ")]
     files = {name for name in named if not (ROOT / name.replace(".", "/")).is_dir()}
-    called_by_the_client = {f"tenant_sdk.{name}" for name in ("adapters", "generate", "session", "session_protocol")}
+    called_by_the_client = {f"tenant_sdk.{name}" for name in ("generate", "peft_model", "session", "session_protocol")}
     speak_grpc = {
         "wire.transport.grpc_channel", "wire.transport.grpc_connection", "provider.net.server", "provider.net.service",
         "provider.cluster.connection", "provider.operations.monitor", "grpc", "grpc_health",

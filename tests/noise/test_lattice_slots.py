@@ -77,6 +77,23 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
     assert len(drawn["secret"]) == 2
 
 
+def test_rows_without_an_error_do_not_stay_in_memory(make: Any, provider: Provider, monkeypatch: Any) -> None:
+    """A piece is made from a whole block without errors, whose rows together give the secret away."""
+    made: list[torch.Tensor] = []
+    combine = negacyclic.combine
+
+    def noted(*arguments: Any) -> Any:
+        made.extend(combine(*arguments))
+        return made[-1:]
+
+    monkeypatch.setattr(negacyclic, "combine", noted)
+    scheme, spec = make(**WIDE), provider.groups[0]
+    mask, _ = scheme.pool.take(spec, FORWARD, 1)
+    assert mask.any()
+    assert len(made) == 1
+    assert not made[0].any()
+
+
 def test_results_of_pieces_and_whole_blocks(make: Any, provider: Provider) -> None:
     """A prompt that is longer than a block is followed by single tokens, and the result of each call is correct."""
     scheme, spec = make(**WIDE), provider.groups[0]

@@ -110,13 +110,23 @@ def test_options_that_fit(mask: str, options: dict[str, Any], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "size"), [(None, {}, 2 << 30), ("cpu", {}, 512 << 20), ("cpu", {"pool_bytes": 9}, 9)]
+    ("device", "options", "size"),
+    [
+        (None, {}, 100 << 20),  # a tenth of the free memory
+        (None, {"pool_bytes": None}, 100 << 20),
+        (None, {"pool_bytes": 9}, 9),
+        (None, {"hints": "stream"}, 2 << 30),  # what is fetched again does not tell how much memory is free
+        ("cpu", {}, 512 << 20),
+        ("cpu", {"pool_bytes": None}, 512 << 20),
+        ("cpu", {"pool_bytes": 9}, 9),
+    ],
 )
-def test_masks_that_stay_on_a_device_take_less_of_its_memory(
+def test_the_pools_size_follows_where_masks_are(
     device: str | None, options: dict[str, Any], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's `cpu` device stands in for a GPU."""
     made: list[Any] = []
+    monkeypatch.setattr(registry, "free_memory", lambda: 1000 << 20)
     monkeypatch.setattr(registry, "Lattice", lambda *given: made.append(given))
     where = None if device is None else torch.device(device)
     make_scheme("lattice", None, options, replace(setting("lattice", tmp_path), mask_device=where))

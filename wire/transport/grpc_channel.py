@@ -54,9 +54,14 @@ _OTHER_PROVIDER = ("CERTIFICATE_VERIFY_FAILED",)
 _MOST_DIGITS = 9
 
 
-class ConnectionDropped(Unavailable):
+class _ConnectionDropped(Unavailable):
     """The other side closed the connection before TLS began. This was no refusal of the tenant's identity, which the
     tenant had not shown yet."""
+
+
+def was_dropped(error: VeilbaseError) -> bool:
+    """Tells whether the other side closed the connection before TLS began."""
+    return isinstance(error, _ConnectionDropped)
 
 
 def channel_options(host: str) -> list[tuple[str, Any]]:
@@ -120,7 +125,7 @@ def translate_status(exc: grpc.RpcError, connected: bool = False, accepted_befor
         return Unavailable(f"the provider takes nothing new at the moment: {when}", retry_s)
     details = str(exc.details() or "") if hasattr(exc, "details") else ""
     if not connected and _DROPPED in details:
-        return ConnectionDropped(
+        return _ConnectionDropped(
             "the provider closed the connection at once: it has as many as it takes, or the URL is of something else; "
             "try again later"
         )

@@ -30,9 +30,9 @@ from wire.transport.grpc_channel import (
     BUNDLE_METHOD,
     MANIFEST_METHOD,
     STREAM_METHOD,
-    ConnectionDropped,
     open_channel,
     translate_status,
+    was_dropped,
     why_not,
 )
 from wire.transport.identity import TlsIdentity
@@ -128,8 +128,8 @@ class GrpcConnection(StreamConnection):
         while True:
             try:
                 return self._try_to_fetch_manifest()
-            except ConnectionDropped:
-                if time.monotonic() >= give_up_at:
+            except Unavailable as exc:
+                if not was_dropped(exc) or time.monotonic() >= give_up_at:
                     raise
             time.sleep(with_jitter(CROWDED_PAUSE_S))
 
@@ -138,7 +138,7 @@ class GrpcConnection(StreamConnection):
             data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
         except Unavailable as exc:
             self._drop()
-            if isinstance(exc, ConnectionDropped) or exc.retry_s > 0:
+            if was_dropped(exc) or exc.retry_s > 0:
                 raise
             raise Unavailable(f"no provider can be reached at {self.url}: {why_not(self.url)}") from None
         except TransportError:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from noise.blocks.arena import arena
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, RowCounts, default_bytes
 from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
@@ -454,6 +455,23 @@ def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_closing_gives_the_memory_back() -> None:
+    """Rows are made in the arena, whose free regions go back to the system at once."""
+
+    def make(group: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
+        blocks = -(-num_rows // 512)
+        return [Block(arena().rows(512, 3000), arena().rows(512, 5000), Slots(512)) for _ in range(blocks)]
+
+    arena().trim()
+    before = arena().num_bytes
+    pool = MaskPool(make, 512, 1 << 30, background=False)
+    mask, effect = pool.take(group(0, 3000, 5000), FORWARD, 4000)
+    assert arena().num_bytes - before > 100 << 20
+    del mask, effect
+    pool.close()
+    assert arena().num_bytes == before
 
 
 def test_closing_drops_all_while_the_worker_works(make_pool: Any, mill: Mill) -> None:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def test_packed_columns_give_the_product_of_their_numbers(rank: int, degree: int
     out = torch.full((3, degree, features), 7, dtype=torch.int32)
     combiner = kernels.Combiner(kernels.secret_transform(secrets), out)
     for start in range(0, features, 4):
-        there = columns._replace(first=columns.first + start * kernels.PACKED_BYTES)
+        there = replace(columns, first=columns.first + start * kernels.PACKED_BYTES)
         assert combiner.by_packed(there, start, features) < 1e-3
     assert torch.equal(out, reference_product(kept, secrets))
 
@@ -123,13 +124,13 @@ def test_packed_columns_lie_in_their_data() -> None:
     combiner = kernels.Combiner(kernels.secret_transform(secrets), torch.zeros(1, 8, 8, dtype=torch.int32))
     assert combiner.by_packed(columns, 0, 8) < 1e-3
     for bad in (
-        columns._replace(first=3),
-        columns._replace(first=5),
-        columns._replace(row_bytes=columns.row_bytes + 1),
-        columns._replace(row_bytes=-1),
-        columns._replace(data=columns.data[:-1]),
-        columns._replace(data=columns.data[::2]),
-        columns._replace(data=columns.data.astype("int32")),
+        replace(columns, first=3),
+        replace(columns, first=5),
+        replace(columns, row_bytes=columns.row_bytes + 1),
+        replace(columns, row_bytes=-1),
+        replace(columns, data=columns.data[:-1]),
+        replace(columns, data=columns.data[::2]),
+        replace(columns, data=columns.data.astype("int32")),
     ):
         with pytest.raises(ConfigurationError, match="packed columns"):
             combiner.by_packed(bad, 0, 8)
@@ -146,9 +147,9 @@ def test_ones_are_counted_as_numpy_counts_them(count: int, rest: int, monkeypatc
             return RNG_BYTES[:num_bytes].copy()
 
     compiled, plain = np.empty(count, dtype=np.uint8), np.empty(count, dtype=np.uint8)
-    sampling._count_ones(Recorded(), compiled, 40 + rest)  # type: ignore[arg-type]
+    sampling.count_ones(Recorded(), compiled, 40 + rest)  # type: ignore[arg-type]
     monkeypatch.setattr(kernels, "available", lambda: False)
-    sampling._count_ones(Recorded(), plain, 40 + rest)  # type: ignore[arg-type]
+    sampling.count_ones(Recorded(), plain, 40 + rest)  # type: ignore[arg-type]
     assert np.array_equal(compiled, plain)
 
 

@@ -95,7 +95,7 @@ def test_keys(tmp_path: Path) -> None:
         file.write_text(wrong)
         with pytest.raises(ConfigurationError, match="one key of 16 to 512"):
             read_key(file)
-    with pytest.raises(ConfigurationError, match="cannot be read"):
+    with pytest.raises(ConfigurationError, match="there is no file"):
         read_key(tmp_path / "none")
     assert new_key() != new_key()
     assert len(new_key()) > 40

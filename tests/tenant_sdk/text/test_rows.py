@@ -46,5 +46,5 @@ def test_training_rows() -> None:
 
 def test_a_bucket_that_the_context_cannot_hold() -> None:
     check_fits(64, 64, "")
-    with pytest.raises(ConfigurationError, match=r"pads to 65 tokens, .* has room for 64.*pad_rows=64"):
+    with pytest.raises(ConfigurationError, match=r"pads to 65 tokens, .* takes 64 at most.*pad_rows=64"):
         check_fits(65, 64, "")

@@ -357,7 +357,7 @@ def test_virtual_tokens_count_in_the_context(config: Any, tmp_path: Path) -> Non
             client.finetune(data, config(num_virtual_tokens=4, task_type="CAUSAL_LM"), tmp_path / "long", **options)
         prompt = "a" * 101  # and 3 tokens of the template
         assert len(client.generate(prompt, out, 20)) <= 20
-        with pytest.raises(ConfigurationError, match=r"104 tokens .* 4 virtual ones .* is 21, .* 128: .* at most 20$"):
+        with pytest.raises(ConfigurationError, match=r"104 tokens .* 4 virtual ones .* is 21; .* 128: .* at most 20$"):
             client.generate(prompt, out, 21)
         assert client.generate(prompt, None, 21) is not None
 

@@ -114,7 +114,7 @@ def connect(plain: socket.socket, path: str, folder: Path) -> None:
             f"no provider listens in {folder}: its socket is left from one that has ended; start it again"
         ) from None
     except OSError as exc:
-        raise ConfigurationError(f"{path} cannot be used: {exc.strerror}") from exc
+        raise ConfigurationError(f"{path} cannot be used: {exc.strerror}") from None
 
 
 def folder_of(url: str) -> Path:
