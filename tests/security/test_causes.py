@@ -328,7 +328,6 @@ BEFORE_ANY_ROW = {
     ("wire/transport/identity.py", "load_identity"),
     ("wire/transport/identity.py", "_check_files"),
     ("wire/transport/ipc/folder.py", "folder_of"),
-    ("wire/transport/ipc/connection.py", "_connect"),
     ("wire/transport/ipc/folder.py", "check_socket"),
     ("wire/transport/ipc/folder.py", "_look_at"),
     ("provider/net/ports.py", "__init__"),
