@@ -358,7 +358,7 @@ class Endpoint:
     def _open_jobs(self, client: ServedSession, root: Path, undo: contextlib.ExitStack) -> JobRoutes:
         folder = root / _JOBS_FOLDER
         self.jobs = Jobs(
-            client, folder, root, self.service.note_provider, self.service.released.rounded_loss, self._turns.pause
+            client, folder, root, self.service.note_job, self.service.released.rounded_loss, self._turns.pause
         )  # fmt: skip
         self.service.count_jobs = self.jobs.counts
         undo.callback(self.jobs.close)
