@@ -454,9 +454,9 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """Returns what `/health` answers: the status `ok`, `ended` after an error that cannot be recovered from, or
-        `stuck` with a list of what takes too long (`EndpointLimits.stuck_s` and `stalled_s`). While
-        the provider refuses this tenant's requests, it also has the code of the reason; the status is that of this process, since
-        no restart of it would help. It waits for nothing."""
+        `stuck` with a list of what takes too long (`EndpointLimits.stuck_s` and `stalled_s`). While the provider
+        refuses this tenant's requests, it also has the code of the reason; the status is that of this process, since no
+        restart of it would help. It waits for nothing."""
         if self.ended_by is not None:
             return {"status": "ended"}
         provider = {} if self.refused_as is None else {"provider": "refuses", "reason": self.refused_as}
