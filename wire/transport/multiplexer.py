@@ -60,8 +60,8 @@ class Request:
     wire/transport/connection.py: the thread that calls `result` waits, and sends a refused request again."""
 
     __slots__ = (
-        "_is_final", "_newest", "_owner", "area", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome", "payload", "reply",
-        "request_id", "rows",
+        "_is_final", "_newest", "_owner", "area", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome",
+        "payload", "reply", "request_id", "rows",
     )  # fmt: skip
 
     def __init__(
