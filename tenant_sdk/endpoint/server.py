@@ -279,7 +279,7 @@ class Endpoint:
             self.engine = undo.enter_context(
                 Engine(
                     client,
-                    make_store if self._root or store_options else None,
+                    make_store if self._root or store_options.get("catalogue") is not None else None,
                     max_waiting=max_waiting,
                     default_new_tokens=default_max_tokens,
                     during_step=self._turns.step,

@@ -293,7 +293,8 @@ def test_an_adapter_that_cannot_be_used(client: TenantClient, root: Path) -> Non
 
 
 def test_without_a_folder(client: TenantClient) -> None:
-    with endpoint_of(client) as endpoint, raw(endpoint) as http:
+    with endpoint_of(client, separate_calls=False) as endpoint, raw(endpoint) as http:
+        assert endpoint.service.names.store is None
         assert load(http, "support").status_code == 400
         assert names(http) == ["llama"]
         assert status(http, "support") == 404
