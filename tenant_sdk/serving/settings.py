@@ -272,9 +272,7 @@ def check_store_early(folder: object, given: Mapping[str, Any]) -> None:
     options.check()
     changed = [each.name for each in fields(StoreOptions) if each.name in given and not options.is_default(each.name)]
     if folder is None and options.catalogue is None and changed:
-        raise WrongOption(
-            f"{changed[0]} has no effect without adapters: name their folder or a catalogue", changed[0]
-        )
+        raise WrongOption(f"{changed[0]} has no effect without adapters: name their folder or a catalogue", changed[0])
     if isinstance(options.catalogue, str | Path) and not Path(options.catalogue).is_file():
         raise WrongOption(f"the catalogue of adapters, {options.catalogue}, is not a file", "catalogue")
 

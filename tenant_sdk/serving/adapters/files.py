@@ -32,6 +32,7 @@ import contextlib
 import copy
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -641,18 +642,27 @@ class AdapterFolder:
         self._root = root
         _refuse_twins(self.names())
 
-    def names(self) -> list[str]:
+    def names(self, most: int | None = None) -> list[str]:
         """Returns the names of the adapters that are in the folder now, whether or not they can be used.
+
+        Args:
+            most: if there are more, only so many of them are looked for; None finds all.
 
         Raises:
             ConfigurationError: the folder cannot be read.
         """
         try:
             with os.scandir(self._root) as entries:
-                folders = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+                found = (
+                    each.name
+                    for each in entries
+                    if each.is_dir(follow_symlinks=False)
+                    and NAME.fullmatch(each.name)
+                    and not self._is_of_a_run(each.name)
+                )
+                return sorted(itertools.islice(found, most))
         except OSError as exc:
             raise ConfigurationError(f"the folder of adapters cannot be read: {exc.strerror}") from exc
-        return sorted(name for name in folders if NAME.fullmatch(name) and not self._is_of_a_run(name))
 
     def _is_of_a_run(self, name: str) -> bool:
         """Returns whether a subfolder holds checkpoints or reports of a fine-tuning run, and no adapter."""

@@ -22,6 +22,7 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import deque
@@ -368,10 +369,12 @@ class AdapterStore:
             raise ConfigurationError("a step names an adapter index that no loan holds")
         return self._current.of(self._device.numbers.step(index_of_row, self._device.device))
 
-    def names(self) -> list[str]:
-        """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries."""
-        found = {*(self._folder.names() if self._folder is not None else []), *self._entries}
-        return sorted(found - self._refused)
+    def names(self, most: int | None = None) -> list[str]:
+        """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries. If there are
+        more than `most`, only so many of them are looked for."""
+        listed = list(itertools.islice(self._entries, most))
+        found = {*(self._folder.names(most) if self._folder is not None else []), *listed}
+        return sorted(found - self._refused)[:most]
 
     def has(self, name: str) -> bool:
         """Returns whether `names` has a name now. This looks for one subfolder only, however many there are."""
