@@ -16,12 +16,13 @@ Guarantees:
   each of these layers has its tensors; otherwise the file is refused, and the error names the first tensor or layer.
   So no adapter is applied in part. Each layer of a LoRA adapter has exactly one A and one B, of the rank in the
   settings;
-- the bytes that are checked, hashed and used are the same, since all come from files that stay open. Reading takes no
-  more memory than the largest tensor. A file that changes during the reading is refused, if its times or size show the
-  change.
+- the bytes that are checked, hashed and used are the same, since all come from files that stay open while they are
+  read. Reading takes no more memory than the largest tensor. A file that changes during the reading is refused, if its
+  times or size show the change.
 
-Not guaranteed: a hard link to a file outside the folder is opened, since a hard link looks like any other file. Links
-in the path of the folder itself are followed, since the operator made them.
+Not guaranteed: if a subfolder is swapped for another by a rename while its files are open, the old files are read on,
+and those who had them opened get the old adapter. A hard link to a file outside the folder is opened, since a hard link
+looks like any other file. Links in the path of the folder itself are followed, since the operator made them.
 
 Source of the format: the safetensors specification (a length of 8 bytes, a JSON header, then the tensors without gaps).
 """

@@ -370,8 +370,11 @@ class AdapterStore:
         return self._current.of(self._device.numbers.step(index_of_row, self._device.device))
 
     def names(self, most: int | None = None) -> list[str]:
-        """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries. If there are
-        more than `most`, only so many of them are looked for."""
+        """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries.
+
+        Args:
+            most: if there are more, only so many of them are looked for; None finds all.
+        """
         listed = list(itertools.islice(self._entries, most))
         found = {*(self._folder.names(most) if self._folder is not None else []), *listed}
         return sorted(found - self._refused)[:most]
