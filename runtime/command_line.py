@@ -26,6 +26,8 @@ _OTHER_WORDS = {
     "address": "host", "listen": "host", "grad_accum": "gradient_accumulation_steps",
 }  # fmt: skip
 """Words that other programs have for an option, with the word of this one."""
+_MOST_COMPARED = 40
+"""The most characters of a name that are compared: the time grows with their square, and names may come from a peer."""
 _MOST_LISTED = 12
 """The most names that an error lists: more would bury what it says."""
 
@@ -43,9 +45,12 @@ def nearest(word: str, known: Collection[str]) -> str | None:
             `rank`.
         known: the names that there are, with `--` and `-` or with `_`.
     """
-    plain = {_plain(name): name for name in known}
+    whole = {_plain(name): name for name in known}
     given = _plain(word)
-    if given in plain:
+    if given in whole:
+        return whole[given]
+    plain, given = {name[:_MOST_COMPARED]: each for name, each in whole.items()}, given[:_MOST_COMPARED]
+    if len(given) == _MOST_COMPARED and given in plain:
         return plain[given]
     if (other := _OTHER_WORDS.get(given)) in plain:
         return plain[other]

@@ -108,7 +108,8 @@ class TenantClient:
                 GPU; without it they are then made on the CPU (docs/threat-model.md, "On one GPU"). With an ipc: URL,
                 masked rows of large calls then lie in memory of the GPU that the provider shares, if it offers any.
             trust: verify, kappa, tokenizer, pad_rows and accept_changes as one object, in place of these five. One
-                of them that is given beside it has to have the same value.
+                of them that is given beside it has to have the same value; one that has its default counts as not
+                given, and the object's value holds.
 
         Raises:
             ConfigurationError: a URL, identity or option is impossible.

@@ -46,7 +46,9 @@ def _cpu() -> torch.device:
 @dataclass(frozen=True, kw_only=True)
 class Trust:
     """Holds in one object the options of `TenantClient` that say what a provider is trusted with, so that several
-    clients can share them.
+    clients can share them. Beside `trust`, each of the client's own arguments of these names has to be left out, or to
+    have the same value. One that has its default counts as left out: `TenantClient(trust=Trust(kappa=64), kappa=40)`
+    takes 64.
 
     Attributes:
         verify: a checkpoint that the tenant trusts (folder, GGUF file, hub id or smollm2-135m). Every reply and the
@@ -66,14 +68,17 @@ class Trust:
     accept_changes: Sequence[str] = ()
 
     def beside(self, keywords: Trust) -> Trust:
-        """Returns these options, after a comparison with those that were given as keyword arguments.
+        """Returns these options, after a comparison with those that were given as keyword arguments. A keyword argument
+        that has its default counts as one that was not given, and this object's value holds.
 
         Raises:
-            ConfigurationError: a keyword argument has another value than this object.
+            ConfigurationError: a keyword argument has another value than this object, and not its default.
         """
         for each in fields(Trust):
             given, own = getattr(keywords, each.name), getattr(self, each.name)
-            if _comparable(given) not in (_comparable(each.default), _comparable(own)):
+            if _comparable(each.name, given) not in (
+                _comparable(each.name, each.default), _comparable(each.name, own)
+            ):  # fmt: skip
                 raise ConfigurationError(
                     f"{each.name} is {ascii(given)[:60]} beside trust=, whose own is {ascii(own)[:60]}: set it in "
                     "Trust(...) alone"
@@ -81,12 +86,14 @@ class Trust:
         return self
 
 
-def _comparable(value: Any) -> tuple[str, Any]:
-    """Returns a value in a form in which equal options are equal, such as a path and its text, and others are not, such
-    as True and 1."""
-    if isinstance(value, str | Path):
-        return ("text", str(value))
-    return ("list", tuple(value)) if isinstance(value, Sequence) else (type(value).__name__, value)
+def _comparable(name: str, value: Any) -> tuple[str, Any]:
+    """Returns an option's value in a form in which those of one meaning are equal, such as a path and its text, and
+    others are not, such as True and 1."""
+    if name == "pad_rows":
+        return ("tokens", bucket_tokens(value))
+    if name == "accept_changes":
+        return ("parts", frozenset(_accepted(value)))
+    return ("path", str(Path(value))) if isinstance(value, str | Path) else (type(value).__name__, value)
 
 
 @dataclass(frozen=True)

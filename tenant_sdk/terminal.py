@@ -163,7 +163,7 @@ def talk(
         stores.append(AdapterStore(model, adapters, on_ready=wake, **options))
         return stores[0]
 
-    with Engine(client, make_store if adapters is not None or options else None) as engine:
+    with Engine(client, make_store if adapters is not None or options.get("catalogue") is not None else None) as engine:
         terminal = Terminal(
             engine, next(iter(stores), None), lambda: client.traffic, write, max_new_tokens=max_new_tokens,
             explain=client.explain, base=client.connect().model_id,

@@ -33,7 +33,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,6 +103,10 @@ SAVE_STEPS = 5
 """The number of optimizer steps from one checkpoint to the next."""
 
 
+_TAKEN = "name_taken"
+"""The code of the error that says that an adapter of the job's name is there already."""
+
+
 class _NameTaken(ConfigurationError):
     """Says that an adapter of the job's name is there already."""
 
@@ -167,10 +171,8 @@ def publish(output: Path, adapter: Path) -> None:
     """Moves a complete adapter into the folder of adapters.
 
     Raises:
-        ConfigurationError: another adapter has this name by now, or the folder cannot be written.
+        ConfigurationError: the folder cannot be written.
     """
-    if adapter.exists():
-        raise _NameTaken(f"an adapter {adapter.name} is there already")
     try:
         os.rename(output, adapter)
     except OSError as exc:
@@ -336,7 +338,7 @@ class Jobs:
 
     def __init__(
         self, session: Any, folder: Path, adapters: Path, on_error: Callable[[VeilbaseError], None],
-        shown: Callable[[float], float], pause: Callable[[], None],
+        shown: Callable[[float], float], pause: Callable[[], None], served: Callable[[], Collection[str]],
     ) -> None:  # fmt: skip
         """Reads the jobs that an earlier process has stored, and queues those that had not ended.
 
@@ -347,9 +349,10 @@ class Jobs:
             on_error: called with the VeilbaseError that ended a job; other errors are only stored with the job.
             shown: returns a loss in the form in which clients may see it.
             pause: called before every call of a job to the provider; it may wait.
+            served: returns the names of the adapters that are served, those of a catalogue included.
         """
         self._session, self._folder, self._adapters, self._on_error = session, folder, adapters, on_error
-        self._shown, self._pause = shown, pause
+        self._shown, self._pause, self._served = shown, pause, served
         self._changed = threading.Condition()
         self._is_closed = False
         self._live: dict[str, list[float]] = {}
@@ -398,12 +401,16 @@ class Jobs:
         return described(job)
 
     def _check_name(self, adapter: str, base: str) -> None:
-        """Refuses the name of another adapter or job, or of the base model, also if only the case of its letters
-        differs: the folder of adapters may then not be opened again."""
-        taken = [base, *(job["adapter"] for job in self._jobs.values() if job["status"] not in ("failed", "cancelled"))]
-        taken += [path.name for path in self._adapters.iterdir()]
-        if adapter.casefold() in {each.casefold() for each in taken}:
-            raise bad_request("an adapter has this name already: choose another suffix", "suffix", "name_taken")
+        """Refuses the name of another adapter or job, or of the base model."""
+        jobs = [job["adapter"] for job in self._jobs.values() if job["status"] not in ("failed", "cancelled")]
+        if self._is_taken(adapter, base, *jobs):
+            raise bad_request("an adapter has this name already: choose another suffix", "suffix", _TAKEN)
+
+    def _is_taken(self, adapter: str, *more: str) -> bool:
+        """Returns whether an adapter of the folder or of the catalogue has this name, or one of `more` is this name,
+        also if only the case of its letters differs: the folder of adapters may then not be opened again."""
+        taken = [*more, *(path.name for path in self._adapters.iterdir()), *self._served()]
+        return adapter.casefold() in {each.casefold() for each in taken}
 
     def described(self, job_id: str) -> dict[str, Any]:
         """Returns the description of a job, as an object of OpenAI's interface.
@@ -575,15 +582,19 @@ class Jobs:
                 check()
                 job["losses"], job["tokens"] = result.losses, result.tokens
                 self._note(job, "running", "The adapter is complete.")
+                if self._is_taken(job["adapter"], job["model"]):  # by one that came while the job ran
+                    raise _NameTaken(
+                        f"an adapter {job['adapter']} is there already: rename it, and let the job go on (resume)"
+                    )
                 publish(self._output(job), self._adapters / job["adapter"])
                 self._note_or_log(job, "succeeded", f"The adapter {job['adapter']} is served.")
         except JobStopped:
             return  # cancelled, which was written down, or goes on with the next process
+        except _NameTaken as exc:
+            self._fail(job, str(exc), _TAKEN, "suffix")
         except VeilbaseError as exc:
-            param = (
-                "training_file" if isinstance(exc, DatasetError) else "suffix" if isinstance(exc, _NameTaken) else None
-            )
-            self._fail(job, str(exc), type(exc).__name__, param)
+            code = next(each.__name__ for each in type(exc).__mro__ if not each.__name__.startswith("_"))
+            self._fail(job, str(exc), code, "training_file" if isinstance(exc, DatasetError) else None)
             self._on_error(exc)
         except Exception as exc:  # noqa: BLE001 - its text may show rows
             self._fail(job, f"training failed ({type(exc).__name__})", "failed")

@@ -1,8 +1,10 @@
-"""This module maps the model names in requests to the base model and to the adapters of one folder.
+"""This module maps the model names in requests to the base model and to adapters, those of one folder and those of a
+catalogue.
 
-Guarantees: a name in a request leads to the base model, to a subfolder of the adapters' folder, or to nothing. A name
-is never used as a path or an address. `/v1/load_lora_adapter` takes only a direct subfolder of that folder, which
-is opened without following links (serving/adapters/files.py).
+Guarantees: a name in a request leads to the base model, to a subfolder of the adapters' folder, to an entry of the
+operator's catalogue, or to nothing. A name is never used as a path or an address. `/v1/load_lora_adapter` takes only a
+direct subfolder of that folder, which is opened without following links (serving/adapters/files.py), or the name of an
+entry of the catalogue, whose files are checked against their digest.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ _POLL_S = 0.01
 class Store(Protocol):
     """Describes the methods of an `AdapterStore` that the endpoint uses."""
 
-    def names(self) -> list[str]:
-        """Returns the names of the adapters that requests may use."""
+    def names(self, most: int | None = None) -> list[str]:
+        """Returns the names of the adapters that requests may use; if there are more than `most`, only so many."""
 
     def has(self, name: str) -> bool:
         """Returns whether `names` has a name now; takes no longer if there are many."""
@@ -85,8 +87,10 @@ class ModelNames:
 
     def _unknown(self, model: str) -> HttpError:
         """Returns the error for a name that stands for nothing; it names the nearest one, unless there are so many that
-        the search would take long."""
-        known = [self.base, *self._names()]
+        the search would take long. The folder is looked through no further than that."""
+        found = [] if self.store is None else self.store.names(_MOST_COMPARED)
+        with self._lock:
+            known = [self.base, *sorted({*found, *self._alias} - self._unloaded - {self.base})]
         advice = "see /v1/models" if len(known) > _MOST_COMPARED else instead(model[:140], known, "/v1/models")
         return HttpError(404, f"there is no model {ascii(model)[:140]} here: {advice}", "model_not_found", "model")
 

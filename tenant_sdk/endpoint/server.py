@@ -279,7 +279,7 @@ class Endpoint:
             self.engine = undo.enter_context(
                 Engine(
                     client,
-                    make_store if self._root or store_options else None,
+                    make_store if self._root or store_options.get("catalogue") is not None else None,
                     max_waiting=max_waiting,
                     default_new_tokens=default_max_tokens,
                     during_step=self._turns.step,
@@ -290,7 +290,7 @@ class Endpoint:
             privacy = _explained(client, self.engine, released)
             self.service = Service(client, self.engine, names, released, self.settings, privacy, self._end)
             undo.callback(self.service.close)
-            jobs = None if self._root is None else self._open_jobs(client, self._root, undo)
+            jobs = None if self._root is None else self._open_jobs(client, self._root, stores[0], undo)
             app = App(self.service, jobs)
             self._server = _Server(self._config(app), self._ready, app.ending.come, self.service.threads)
             self._opened = undo.pop_all()
@@ -355,10 +355,13 @@ class Endpoint:
             self._on_ready(self.url)
         self._answers.set()
 
-    def _open_jobs(self, client: ServedSession, root: Path, undo: contextlib.ExitStack) -> JobRoutes:
+    def _open_jobs(
+        self, client: ServedSession, root: Path, store: AdapterStore, undo: contextlib.ExitStack
+    ) -> JobRoutes:  # fmt: skip
         folder = root / _JOBS_FOLDER
         self.jobs = Jobs(
-            client, folder, root, self.service.note_provider, self.service.released.rounded_loss, self._turns.pause
+            client, folder, root, self.service.note_job, self.service.released.rounded_loss, self._turns.pause,
+            store.names,
         )  # fmt: skip
         self.service.count_jobs = self.jobs.counts
         undo.callback(self.jobs.close)

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import math
 import re
 import threading
 import time
@@ -44,7 +45,7 @@ from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.ready import ReadyText, ReadyTokens
 from tenant_sdk.text.rows import CutWarning
 from tenant_sdk.warn import warn_and_go_on
-from wire.errors import AccessError, VeilbaseError, VerificationFailed, code_of
+from wire.errors import AccessError, QuotaExceeded, VeilbaseError, VerificationFailed, code_of
 
 Submit = Callable[[Callable[[str], None]], Answer]
 """A function that asks the engine for one answer. Its argument is a function that gets each piece of text."""
@@ -237,6 +238,8 @@ class _Gauges(Collector):
         return ()
 
 
+_LOG_AGAIN_S = 60.0
+"""The seconds in which the log has at most one line about refusals with the same reason."""
 _SLOW_THREADS, _UPLOAD_THREADS, _GRAMMAR_THREADS = 4, 2, 2
 _FULL_RETRY_S = 5.0
 
@@ -340,10 +343,15 @@ class Service:
         self.metrics = Metrics(self._gauges)
         self.ended_by: VeilbaseError | None = None
         self.refused_as: str | None = None
-        """The code with which the provider refused this tenant last, such as `not_permitted`; None if it answers."""
+        """The code with which the provider refused the requests of this tenant last, such as `not_permitted`; None if
+        it answers them."""
+        self._is_logged = False
+        self._logged_at: dict[str, float] = {}
         self.count_jobs: Callable[[], Mapping[str, float]] = dict
         """Returns the numbers of jobs and of their steps, for the metrics."""
         self._on_end = on_end
+        self.clock: Callable[[], float] = time.monotonic
+        """Returns the present time in seconds, for the log of refusals."""
 
     def submit(
         self, prompt: Any, adapter: str | None, options: Mapping[str, Any], fields: Mapping[str, str], on_text: Any
@@ -376,22 +384,41 @@ class Service:
 
     def _note_answer(self, answer: Answer) -> None:
         if answer.error is not None:
-            self.note_provider(answer.error)
+            self._note_refusal(answer.error)
         elif self.refused_as is not None and (answer.token_ids or answer.mean_hidden is not None):
             self.refused_as = None
-            _log.warning("the provider answers this tenant again")
+            if self._is_logged:
+                _log.warning("the provider answers this tenant again")
 
-    def note_provider(self, error: VeilbaseError) -> None:
-        """Notes an error with which an answer or a job ended: the end of the endpoint, as `note` does, or that the
-        provider refuses this tenant. The log gets one line about it, until the provider answers or has another
-        reason."""
+    def _note_refusal(self, error: VeilbaseError) -> None:
+        """Notes the error with which an answer ended: the end of the endpoint, as `note` does, or that the provider
+        refuses this tenant. The log gets one line about it, until the provider answers or has another reason; and at
+        most one a minute for each reason."""
         self.note(error)
-        if not isinstance(error, AccessError):
+        if not _is_refusal(error):
             return
         code = code_of(error).name.lower()
         if code != self.refused_as:
-            self.refused_as = code
-            _log.error("the provider refuses this tenant (%s): %s", code, error)
+            self.refused_as, self._is_logged = code, False
+        if not self._is_logged:
+            self._is_logged = self._log_refusal("this tenant", code, error)
+
+    def note_job(self, error: VeilbaseError) -> None:
+        """Notes the error with which a job ended, as that of an answer. A refusal is logged as well, and does not
+        change `refused_as`: a tenant may be permitted to ask and not to train, and the job itself says why it failed.
+        """
+        self.note(error)
+        if _is_refusal(error):
+            self._log_refusal("a job of this tenant", code_of(error).name.lower(), error)
+
+    def _log_refusal(self, whom: str, code: str, error: VeilbaseError) -> bool:
+        """Logs a refusal, unless the log has a line of this kind from the last minute. Returns whether it did."""
+        line, now = f"the provider refuses {whom} ({code})", self.clock()
+        if now - self._logged_at.get(line, -math.inf) < _LOG_AGAIN_S:
+            return False
+        self._logged_at[line] = now
+        _log.error("%s: %s", line, error)
+        return True
 
     def _of_possible_size(self, prompt: Any, field: str) -> Any:
         """Returns a prompt that is not so large that its tokenizer would take seconds for it while other requests wait.
@@ -427,9 +454,9 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """Returns what `/health` answers: the status `ok`, `ended` after an error that cannot be recovered from, or
-        `stuck` with a list of what takes too long (`EndpointLimits.stuck_s` and `stalled_s`). While
-        the provider refuses this tenant, it also has the code of the reason; the status is that of this process, since
-        no restart of it would help. It waits for nothing."""
+        `stuck` with a list of what takes too long (`EndpointLimits.stuck_s` and `stalled_s`). While the provider
+        refuses this tenant's requests, it also has the code of the reason; the status is that of this process, since no
+        restart of it would help. It waits for nothing."""
         if self.ended_by is not None:
             return {"status": "ended"}
         provider = {} if self.refused_as is None else {"provider": "refuses", "reason": self.refused_as}
@@ -473,6 +500,11 @@ class Service:
             **self.names.load_counts(),
             **self.count_jobs(),
         }
+
+
+def _is_refusal(error: VeilbaseError) -> bool:
+    """Returns whether the provider refuses this tenant. A quota is none: it passes by itself."""
+    return isinstance(error, AccessError) and not isinstance(error, QuotaExceeded)
 
 
 def _last_part(prompt: Any, most: int) -> Any:

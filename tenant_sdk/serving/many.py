@@ -92,9 +92,9 @@ def generate_many(
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
+    _check_options(options)
     store = {name: options.pop(name) for name in _OF_THE_STORE if name in options}
     names, make_store = _named(_one_each(adapters, len(prompts)), store)
-    _check_options(options)
     own = {name: options.pop(name) for name in _OF_THE_ENGINE if name in options}
     if not prompts:
         return []
@@ -211,14 +211,14 @@ class _Counter:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuses options that neither the engine nor a request has.
+    """Refuses options that neither the engine, nor the store of adapters, nor a request has.
 
     Raises:
         ConfigurationError: there is such an option.
     """
+    known = ("adapters", "max_new_tokens", *_OF_A_REQUEST, *_OF_THE_ENGINE, *_OF_THE_STORE)
     for name in options:
-        if name not in _OF_THE_ENGINE and name not in _OF_A_REQUEST:
-            known = ("adapters", "max_new_tokens", *_OF_A_REQUEST, *_OF_THE_ENGINE, *_OF_THE_STORE)
+        if name not in known:
             advice = instead(name, known, "its docstring")
             raise ConfigurationError(f"generate_many does not take {name[:60]}: {advice}")
 

@@ -9,7 +9,7 @@ not load torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -218,6 +218,13 @@ class StoreOptions:
         """Returns the name that torch has for `dtype`, such as "float32"; None if it is no dtype of a store."""
         return _DTYPES.get(str(self.dtype).removeprefix("torch."))
 
+    def is_default(self, name: str) -> bool:
+        """Returns whether an option has its default, in whatever form, such as [] for an empty tuple."""
+        if name == "dtype":
+            return self.dtype_name == StoreOptions().dtype_name
+        value, default = getattr(self, name), getattr(StoreOptions(), name)
+        return not len(value) if default == () else bool(value == default)
+
     def check(self) -> None:
         """Raises ConfigurationError for an impossible value; this opens nothing."""
         slots = self.device_slots
@@ -259,14 +266,13 @@ def check_store_early(folder: object, given: Mapping[str, Any]) -> None:
         given: those options of `StoreOptions` that the user gave.
 
     Raises:
-        ConfigurationError: a value is impossible, or has no effect since there are no adapters.
+        ConfigurationError: a value is impossible, or is not the default and has no effect since there are no adapters.
     """
     options = from_keywords(StoreOptions, given, "AdapterStore")
     options.check()
-    if folder is None and options.catalogue is None and given:
-        raise WrongOption(
-            f"{next(iter(given))} has no effect without adapters: name their folder or a catalogue", next(iter(given))
-        )
+    changed = [each.name for each in fields(StoreOptions) if each.name in given and not options.is_default(each.name)]
+    if folder is None and options.catalogue is None and changed:
+        raise WrongOption(f"{changed[0]} has no effect without adapters: name their folder or a catalogue", changed[0])
     if isinstance(options.catalogue, str | Path) and not Path(options.catalogue).is_file():
         raise WrongOption(f"the catalogue of adapters, {options.catalogue}, is not a file", "catalogue")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -33,6 +34,21 @@ LORA = ["r", "lora_alpha", "lora_dropout", "target_modules", "rank_pattern", "al
 )  # fmt: skip
 def test_the_name_that_was_meant(word: str, known: list[str], meant: str | None) -> None:
     assert nearest(word, known) == meant
+
+
+def test_long_names_are_compared_by_their_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def noted(word: str, known: Iterable[str], **options: Any) -> list[str]:
+        compared.extend(map(len, [word, *known]))
+        return []
+
+    monkeypatch.setattr("difflib.get_close_matches", noted)
+    names = [f"{number:03}" * 43 for number in range(3)]
+    assert nearest("x" * 128, names) is None
+    assert set(compared) == {40}
+    assert nearest("002" * 42, names) == names[2]
+    assert nearest(names[1].upper(), names) == names[1]
 
 
 def test_an_error_lists_names_only_if_they_are_few() -> None:

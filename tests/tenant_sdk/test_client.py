@@ -602,6 +602,21 @@ def test_trust_as_one_object_is_the_same_as_its_keywords() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "own", "given"),
+    [
+        ("pad_rows", 512, True), ("pad_rows", True, 512), ("verify", "models/m/", "models/m"),
+        ("tokenizer", "models/m", Path("models/m/")), ("accept_changes", "model", ["model"]),
+        ("accept_changes", ["model", "config"], ("config", "model")),
+        ("kappa", 64, 40), ("pad_rows", True, False), ("verify", "models/m", None),
+    ],
+)  # fmt: skip
+def test_a_keyword_that_means_the_same_as_trust_or_is_the_default(name: str, own: Any, given: Any) -> None:
+    """A default cannot be told from a keyword that was left out: the documents say so."""
+    trust = Trust(**{name: own})
+    assert plan_of(trust=trust, **{name: given}) == plan_of(trust=trust)
+
+
+@pytest.mark.parametrize(
     ("name", "other"),
     [
         ("verify", "elsewhere"), ("kappa", 41), ("tokenizer", Path("elsewhere")), ("pad_rows", 65), ("pad_rows", True),

@@ -6,8 +6,10 @@ import contextlib
 import itertools
 import socket
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 
+import grpc
 import pytest
 
 from provider.identity.authority import StateDir
@@ -16,7 +18,7 @@ from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from tenant_sdk.testing import save_tiny_model
 from tests.support.serving import make_served_model, serving
-from wire.errors import NotPermitted, Unauthenticated, Unavailable
+from wire.errors import DeadlineExceeded, NotPermitted, Unauthenticated, Unavailable, VeilbaseError
 from wire.transport import grpc_channel
 from wire.transport.grpc_channel import wait_for_provider
 from wire.transport.identity import TlsIdentity
@@ -98,3 +100,42 @@ def test_a_name_without_an_address_is_told_at_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(socket, "create_connection", unknown)
     with pytest.raises(Unavailable, match="has no address"):
         wait_for_provider(f"grpc://127.0.0.1:{closed_port}", None, pytest.fail)
+
+
+def test_a_provider_that_only_a_proxy_reaches_gets_the_time_of_a_connection(
+    monkeypatch: pytest.MonkeyPatch, closed_port: int
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise TimeoutError
+
+    calls: list[float] = []
+    outcomes: list[VeilbaseError | None] = [DeadlineExceeded("silent"), None]
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr(grpc_channel, "_ask", lambda _, __, seconds: (calls.append(seconds), outcomes.pop(0))[1])
+    lines: list[str] = []
+    wait_for_provider(f"grpc://127.0.0.1:{closed_port}", None, lines.append)
+    assert calls == [0.3, 20.0]
+    assert len(lines) == 1
+    outcomes += [DeadlineExceeded("silent")] * 2
+    with pytest.raises(Unavailable, match=r"cannot be reached \(no answer\)"):
+        wait_for_provider(f"grpc://127.0.0.1:{closed_port}", None, lines.append)
+
+
+def test_a_provider_that_says_deadline_exceeded_is_not_waited_for() -> None:
+    """A wait for one that loads takes ten minutes, in which a hostile one could keep a command."""
+
+    class Hostile(grpc.GenericRpcHandler):
+        def service(self, _: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            def manifest(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+                context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+                yield b""
+
+            return grpc.unary_stream_rpc_method_handler(manifest)
+
+    server = grpc.server(futures.ThreadPoolExecutor(1), handlers=[Hostile()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        wait_for_provider(f"grpc://127.0.0.1:{port}", None, pytest.fail, pause=pytest.fail)
+    finally:
+        server.stop(None)

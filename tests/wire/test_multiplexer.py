@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 
 from tests.support.waiting import WAIT_S
 from wire import frame
-from wire.errors import MalformedFrame, TransportError, Unavailable, VeilbaseError
+from wire.errors import DeadlineExceeded, MalformedFrame, TransportError, Unavailable, VeilbaseError, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
 from wire.payload import RowsPayload
 from wire.transport.connection import MessageStream, Traffic
-from wire.transport.multiplexer import Multiplexer
+from wire.transport.multiplexer import Multiplexer, Request
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 ROWS = torch.ones(3, 4, dtype=torch.int32)
@@ -95,3 +96,45 @@ def test_a_streams_end_is_an_error_of_the_tree(stream: Stream, error: Exception,
     assert not tenant.is_usable()
     with pytest.raises(kind):
         tenant.submit(CALL, RowsPayload(ROWS), 2)
+
+
+def test_a_second_look_at_a_result_sends_nothing(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not if the request was refused, sent again, and then ended in an error."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    tenant = greeted(stream)
+    sent = []
+
+    def refuse(message: bytes | memoryview) -> None:
+        sent.append(message)
+        code, retry_ms = ((WireCode.QUOTA, 1), (WireCode.DEADLINE, 0))[len(sent) - 1]
+        stream.coming.put(Header(FrameType.ERROR, len(sent), code=code, deadline_ms=retry_ms).pack())
+
+    monkeypatch.setattr(stream, "send", refuse)
+    request = tenant.submit(CALL, RowsPayload(ROWS), 2)
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded):
+            request.result()
+    assert len(sent) == 2
+    tenant.close()
+
+
+def test_an_interrupted_wait_goes_on_with_what_was_sent(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    tenant = greeted(stream)
+    request = tenant.submit(CALL, RowsPayload(ROWS), 2)
+    stream.coming.put(Header(FrameType.ERROR, 1, code=WireCode.QUOTA, deadline_ms=1).pack())
+    wait, calls = Request.wait, []
+
+    def interrupted(each: Request) -> torch.Tensor:
+        calls.append(each)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return wait(each)
+
+    monkeypatch.setattr(Request, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        request.result()
+    stream.coming.put(Header(FrameType.REPLY, 2, CALL, 3, 2, 0, 24).pack() + bytes(24))
+    assert torch.equal(request.result(), torch.zeros(3, 2, dtype=torch.int32))
+    assert stream.sent.qsize() == 2
+    tenant.close()

@@ -175,6 +175,12 @@ provider with a large model may take minutes to load it."""
 FIRST_CALL_S, _LATER_CALLS_S, _PAUSE_S = 1.5, 10.0, 0.25
 """The seconds for the first call, so that a user soon knows what is waited for, and for later ones, which a slow link
 may need; and the pause between two calls."""
+LAST_CALL_S = 20.0
+"""The seconds for one more call if the first was silent and no direct connection comes through: gRPC takes the proxy of
+`https_proxy`, which a direct connection does not, and a connection over it may take longer than the first call."""
+_EARLY = 0.9
+"""The share of a call's time before which a DEADLINE_EXCEEDED is not this side's: a provider that answers so is not
+silent."""
 
 
 def _look_at(url: str) -> _Place:
@@ -237,7 +243,7 @@ def wait_for_provider(
         Unavailable: the provider cannot be reached, or not in time.
     """
     _, host, port = read_address(url, identity is not None)
-    began, told, call_s = clock(), "", FIRST_CALL_S
+    began, told, call_s, is_last = clock(), "", FIRST_CALL_S, False
     while (failure := _ask(url, identity, call_s)) is not None:
         if isinstance(failure, AccessError | ProtocolError) and not isinstance(failure, QuotaExceeded):
             raise failure
@@ -247,6 +253,10 @@ def wait_for_provider(
         place = _look_at(url)
         if place.is_open and not is_silent:
             return  # It has begun to answer meanwhile, or closes connections at once.
+        if place.waits_for is None and is_silent and not is_last:
+            say(f"waiting for the provider at {host}:{port}, for up to {LAST_CALL_S:.0f} s: it has not answered yet")
+            call_s, is_last = LAST_CALL_S, True
+            continue
         if place.waits_for is None or clock() - began >= place.most_s:
             raise Unavailable(f"no provider can be reached at {url}: {place.why_not}")
         if told != place.waits_for:
@@ -257,15 +267,19 @@ def wait_for_provider(
 
 
 def _ask(url: str, identity: TlsIdentity | None, timeout_s: float) -> VeilbaseError | None:
-    """Asks for the manifest on a channel of its own; returns None once the answer begins, else what failed."""
-    channel = open_channel(url, identity)
+    """Asks for the manifest on a channel of its own; returns None once the answer begins, else what failed. This is a
+    `DeadlineExceeded` only if nothing came for about `timeout_s` seconds."""
+    channel, began = open_channel(url, identity), time.monotonic()
     call = channel.unary_stream(MANIFEST_METHOD, request_serializer=None, response_deserializer=None)(
         b"", timeout=timeout_s
     )
     try:
         next(call, None)
     except grpc.RpcError as exc:
-        return translate_status(exc)
+        failure = translate_status(exc)
+        if isinstance(failure, DeadlineExceeded) and time.monotonic() - began < _EARLY * timeout_s:
+            return Unavailable("the provider ended the call before its time was over: check what runs at its URL")
+        return failure
     finally:
         call.cancel()
         channel.close()

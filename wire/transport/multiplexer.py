@@ -60,8 +60,8 @@ class Request:
     wire/transport/connection.py: the thread that calls `result` waits, and sends a refused request again."""
 
     __slots__ = (
-        "_owner", "area", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome", "payload", "reply",
-        "request_id", "rows",
+        "_is_final", "_newest", "_owner", "area", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome",
+        "payload", "reply", "request_id", "rows",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +86,9 @@ class Request:
         self.area: Area | None = None
         """The request's place in the window, if its rows are there."""
         self._owner = owner
+        self._newest: Request | None = None
+        """The request in whose place this one was sent again last; None if this one was sent once."""
+        self._is_final = False
 
     def settle(self, outcome: torch.Tensor | VeilbaseError) -> None:
         """Stores the outcome, unless there is one already, and wakes the thread that waits for it."""
@@ -96,19 +99,31 @@ class Request:
 
     def result(self) -> torch.Tensor:
         """Returns the reply; see `Pending.result`. Raises the last refusal, `QuotaExceeded` or `Unavailable`, if it is
-        final (see `Retries.wait`) or if the stream has broken."""
-        request, retries = self, None
+        final (see `Retries.wait`) or if the stream has broken. A further call has the same outcome, and sends
+        nothing."""
+        if self._is_final:
+            return self.wait()
+        try:
+            self.outcome = reply = self._reply()
+        except VeilbaseError as exc:  # and not Ctrl-C, after which the wait may go on
+            self.outcome, self._is_final = copy.copy(exc), True  # without the traceback, as in `wait`
+            raise
+        self._is_final = True
+        return reply
+
+    def _reply(self) -> torch.Tensor:
+        """Waits for the newest request that was sent for this one, and sends another one for each refusal."""
+        request, retries = self._newest or self, None
         while True:
             try:
-                self.outcome = reply = request.wait()
-                return reply
+                return request.wait()
             except (QuotaExceeded, Unavailable) as exc:
                 if self._owner.failure is not None or self.payload is None:
                     raise
                 retries = retries or Retries()
                 if not retries.wait(exc):
                     raise
-            request = self._owner.submit(self.call, self.payload, self.cols)
+            request = self._newest = self._owner.submit(self.call, self.payload, self.cols)
 
     def wait(self) -> torch.Tensor:
         """Waits for the outcome of this one send; returns the reply, or raises the request's error."""

@@ -189,6 +189,11 @@ def _download(name: str, source: str, folder: Path, max_file_bytes: int) -> str:
                 f"the adapter {name} needs a package to read {urlsplit(source).scheme}://: install {exc.name}"
             ) from None
         except Exception as exc:  # noqa: BLE001 - each file system raises errors of its own, which may quote a key
+            if source.startswith("hf://") and _is_offline():
+                raise ConfigurationError(
+                    f"the adapter {name} cannot be fetched: its {file} is not cached here, and HF_HUB_OFFLINE=1, which "
+                    "the commands set by default, forbids downloads from the hub: set HF_HUB_OFFLINE=0"
+                ) from None
             raise ConfigurationError(
                 f"the adapter {name} cannot be fetched: its {file} is not to be had ({type(exc).__name__})"
             ) from None
@@ -233,6 +238,12 @@ def _from_hub(source: str, file: str) -> Path:
     if found is None:
         raise ValueError("no hub id")
     return Path(hf_hub_download(found[1], file, revision=found[2]))
+
+
+def _is_offline() -> bool:
+    from huggingface_hub.constants import is_offline_mode
+
+    return is_offline_mode()
 
 
 class _NoDowngrade(urllib.request.HTTPRedirectHandler):

@@ -16,12 +16,13 @@ Guarantees:
   each of these layers has its tensors; otherwise the file is refused, and the error names the first tensor or layer.
   So no adapter is applied in part. Each layer of a LoRA adapter has exactly one A and one B, of the rank in the
   settings;
-- the bytes that are checked, hashed and used are the same, since all come from files that stay open. Reading takes no
-  more memory than the largest tensor. A file that changes during the reading is refused, if its times or size show the
-  change.
+- the bytes that are checked, hashed and used are the same, since all come from files that stay open while they are
+  read. Reading takes no more memory than the largest tensor. A file that changes during the reading is refused, if its
+  times or size show the change.
 
-Not guaranteed: a hard link to a file outside the folder is opened, since a hard link looks like any other file. Links
-in the path of the folder itself are followed, since the operator made them.
+Not guaranteed: if a subfolder is swapped for another by a rename while its files are open, the old files are read on,
+and those who had them opened get the old adapter. A hard link to a file outside the folder is opened, since a hard link
+looks like any other file. Links in the path of the folder itself are followed, since the operator made them.
 
 Source of the format: the safetensors specification (a length of 8 bytes, a JSON header, then the tensors without gaps).
 """
@@ -32,6 +33,7 @@ import contextlib
 import copy
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -641,18 +643,27 @@ class AdapterFolder:
         self._root = root
         _refuse_twins(self.names())
 
-    def names(self) -> list[str]:
+    def names(self, most: int | None = None) -> list[str]:
         """Returns the names of the adapters that are in the folder now, whether or not they can be used.
+
+        Args:
+            most: if there are more, only so many of them are looked for; None finds all.
 
         Raises:
             ConfigurationError: the folder cannot be read.
         """
         try:
             with os.scandir(self._root) as entries:
-                folders = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+                found = (
+                    each.name
+                    for each in entries
+                    if each.is_dir(follow_symlinks=False)
+                    and NAME.fullmatch(each.name)
+                    and not self._is_of_a_run(each.name)
+                )
+                return sorted(itertools.islice(found, most))
         except OSError as exc:
             raise ConfigurationError(f"the folder of adapters cannot be read: {exc.strerror}") from exc
-        return sorted(name for name in folders if NAME.fullmatch(name) and not self._is_of_a_run(name))
 
     def _is_of_a_run(self, name: str) -> bool:
         """Returns whether a subfolder holds checkpoints or reports of a fine-tuning run, and no adapter."""

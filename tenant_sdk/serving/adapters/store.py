@@ -12,6 +12,8 @@ Guarantees:
   adapter keep it;
 - loans that wait for a place of one rank get places in the order in which they began to wait. Loans whose adapter
   already has a place overtake a waiting loan at most `MOST_PASSED` times;
+- a name that is both in the folder and in the catalogue when the store is opened is refused, and the log says so; if
+  the folder gets it later, it stands for the catalogue's adapter, whose digest is pinned;
 - files are read only from the operator's folder and the folder of downloads, and never fetched from an address in a
   request;
 - one thread loads adapters and others fetch them, so that no step waits for them.
@@ -20,6 +22,8 @@ Guarantees:
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -258,6 +262,14 @@ Tier = Literal["device", "host", "disk", "network"]
 """Where an adapter is; the first tier is the fastest."""
 NUM_FETCHERS = 2
 """The number of adapters that are fetched from the network at the same time."""
+_log = logging.getLogger(__name__)
+
+
+def _of_two(name: str) -> str:
+    return (
+        f"the adapter {name} was both in the folder and in the catalogue at the start: rename one of them and start "
+        "again"
+    )
 
 
 class AdapterStore:
@@ -282,8 +294,8 @@ class AdapterStore:
             **options: those of `StoreOptions`.
 
         Raises:
-            ConfigurationError: an option is invalid, two adapters have the same name, or one of `preload` cannot be
-                used.
+            ConfigurationError: an option is invalid, two adapters of the folder have the same name but for case, or one
+                of `preload` cannot be used.
             VeilbaseError: a call to the provider failed, which a DoRA adapter among `preload` needs.
         """
         own = from_keywords(StoreOptions, options, "AdapterStore")
@@ -357,13 +369,20 @@ class AdapterStore:
             raise ConfigurationError("a step names an adapter index that no loan holds")
         return self._current.of(self._device.numbers.step(index_of_row, self._device.device))
 
-    def names(self) -> list[str]:
-        """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries."""
-        return sorted({*(self._folder.names() if self._folder is not None else []), *self._entries})
+    def names(self, most: int | None = None) -> list[str]:
+        """Returns the names that `reserve` takes: the folder's subfolders now, and the catalogue's entries.
+
+        Args:
+            most: if there are more, only so many of them are looked for; None finds all.
+        """
+        listed = list(itertools.islice(self._entries, most))
+        found = {*(self._folder.names(most) if self._folder is not None else []), *listed}
+        return sorted(found - self._refused)[:most]
 
     def has(self, name: str) -> bool:
         """Returns whether `names` has a name now. This looks for one subfolder only, however many there are."""
-        return name in self._entries or (self._folder is not None and self._folder.has(name))
+        is_there = name in self._entries or (self._folder is not None and self._folder.has(name))
+        return is_there and name not in self._refused
 
     def drop(self, name: str) -> None:
         """Frees the memory that an adapter takes in host memory and on the device, now or when the last request that
@@ -487,18 +506,16 @@ class AdapterStore:
         if self._entries:
             prepare_cache(cache)
             self._fetched = AdapterFolder(cache)
-        for name in self._folder.names() if self._folder is not None else []:
-            self._refuse_second(name)
-
-    def _refuse_second(self, name: str) -> None:
-        if name in self._entries:
-            raise ConfigurationError(
-                f"the adapter {name} is both in the folder and in the catalogue: rename one of them"
-            )
+        twice = [name for name in (self._folder.names() if self._folder is not None else []) if name in self._entries]
+        for name in twice:
+            _log.error("an adapter is not served: %s", _of_two(name))
+        self._refused = frozenset(twice)
 
     def _origin(self, name: str) -> Origin:
         if self._closed:
             raise ConfigurationError("the adapter store is closed")
+        if name in self._refused:
+            raise ConfigurationError(_of_two(name))
         entry = self._entries.get(name)
         if entry is not None:
             return Origin(name, self._fetched, entry.sha256, entry)

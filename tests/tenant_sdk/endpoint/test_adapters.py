@@ -206,8 +206,8 @@ class TwoFolders:
     def __init__(self) -> None:
         self.while_loading: Callable[[], None] = lambda: None
 
-    def names(self) -> list[str]:
-        return ["sales", "support"]
+    def names(self, most: int | None = None) -> list[str]:
+        return ["sales", "support"][:most]
 
     def has(self, name: str) -> bool:
         return name in self.names()
@@ -254,19 +254,32 @@ def test_a_request_looks_for_its_own_folder_only(
         assert load(http, "help", "support").status_code == 200
         listed: list[Any] = []
         monkeypatch.setattr("tenant_sdk.serving.adapters.files.os.scandir", lambda *where: listed.append(where))
-        assert [status(http, model) for model in ("support", "help", "llama", "nobody", "../x")] == [
-            200,
-            200,
-            200,
-            404,
-            404,
-        ]
+        assert [status(http, model) for model in ("support", "help", "llama")] == [200, 200, 200]
         assert http.get("/v1/models/support").status_code == 200
         assert load(http, "desk", "support").status_code == 200
         for name in ("desk", "help", "support"):
             assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
-        assert [status(http, model) for model in ("desk", "support")] == [404, 404]
-    assert listed == []
+        assert listed == []
+
+
+def test_an_unknown_name_costs_little_however_many_there_are(
+    client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenant_sdk.endpoint.models._MOST_COMPARED", 3)
+    with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
+        assert [status(http, model) for model in ("nobody", "../x")] == [404, 404]
+        said = http.get("/v1/models/suport").json()["error"]["message"]
+        assert said == "there is no model 'suport' here: the nearest is support"
+        for number in range(9):
+            (root / f"one-of-{number}").mkdir()
+        looked_at: list[str] = []
+        is_of_a_run = files.AdapterFolder._is_of_a_run
+        monkeypatch.setattr(
+            files.AdapterFolder, "_is_of_a_run", lambda own, name: looked_at.append(name) or is_of_a_run(own, name)
+        )
+        said = http.get("/v1/models/suport").json()["error"]["message"]
+        assert said == "there is no model 'suport' here: see /v1/models"
+        assert len(looked_at) <= 3 + 1  # one for the name itself
 
 
 @pytest.mark.parametrize("path", ESCAPES)
@@ -293,7 +306,8 @@ def test_an_adapter_that_cannot_be_used(client: TenantClient, root: Path) -> Non
 
 
 def test_without_a_folder(client: TenantClient) -> None:
-    with endpoint_of(client) as endpoint, raw(endpoint) as http:
+    with endpoint_of(client, separate_calls=False) as endpoint, raw(endpoint) as http:
+        assert endpoint.service.names.store is None
         assert load(http, "support").status_code == 400
         assert names(http) == ["llama"]
         assert status(http, "support") == 404

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint import jobs
 from tenant_sdk.endpoint.server import Endpoint
+from tenant_sdk.training.settings import FinetuneResult
 from tests.support.client_seams import before_requests
 from tests.support.endpoints import WHO, endpoint_of, official, raw
 from tests.support.file_modes import mode
@@ -203,9 +204,17 @@ def test_forms_and_jobs_that_cannot_be(endpoint: Endpoint) -> None:
     ai.files.delete(file_id)
 
 
+class _Inner(Unavailable):
+    """Is an error that only this package knows."""
+
+
 @pytest.mark.parametrize(
-    ("error", "param"), [(DatasetError("line 1: expected text"), "training_file"), (Unavailable("it went away"), None)]
-)
+    ("error", "param"),
+    [
+        (DatasetError("line 1: expected text"), "training_file"), (Unavailable("it went away"), None),
+        (_Inner("it went away"), None),
+    ],
+)  # fmt: skip
 def test_a_failed_job_names_the_field_at_fault(
     client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch, error: VeilbaseError, param: str | None
 ) -> None:
@@ -218,4 +227,35 @@ def test_a_failed_job_names_the_field_at_fault(
         job = begun(ai, "mine")
         until(lambda: state(ai, job) == "failed", "the end of the job")
         told = ai.fine_tuning.jobs.retrieve(job.id).error
-        assert (told.code, told.param) == (type(error).__name__, param)  # type: ignore[union-attr]
+        code = "Unavailable" if isinstance(error, Unavailable) else "DatasetError"
+        assert (told.code, told.param) == (code, param)  # type: ignore[union-attr]
+
+
+def test_a_job_takes_no_name_of_the_catalogue(client: TenantClient, root: Path, tmp_path: Path) -> None:
+    entry = {"source": f"file://{tmp_path}", "digest": f"sha256:{'0' * 64}"}
+    (tmp_path / "list.json").write_text(json.dumps({"adapters": {"Far": entry}}))
+    options = {"catalogue": tmp_path / "list.json", "cache": tmp_path / "cache"}
+    with endpoint_of(client, root, **options) as endpoint:
+        for name in ("Far", "far"):
+            with pytest.raises(openai.BadRequestError) as refused:
+                begun(official(endpoint), name)
+            assert (refused.value.code, refused.value.param) == ("name_taken", "suffix")
+
+
+@pytest.mark.parametrize("name", ["mine", "Mine"])
+def test_a_name_that_is_taken_while_the_job_runs(
+    client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def take_the_name(session: Any, data: Path, output: Path, *_: Any) -> FinetuneResult:
+        output.mkdir()
+        (root / name).mkdir()
+        return FinetuneResult(output, losses=[1.0], tokens=1, bytes_up=1, bytes_down=1, seconds=1.0)
+
+    monkeypatch.setattr(jobs, "train", take_the_name)
+    with endpoint_of(client, root) as endpoint:
+        ai = official(endpoint)
+        job = begun(ai, "mine")
+        until(lambda: state(ai, job) == "failed", "the end of the job")
+        told = ai.fine_tuning.jobs.retrieve(job.id).error
+        assert (told.code, told.param) == ("name_taken", "suffix")  # type: ignore[union-attr]
+        assert "an adapter mine is there already" in told.message  # type: ignore[union-attr]

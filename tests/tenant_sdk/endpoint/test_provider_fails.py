@@ -18,7 +18,7 @@ from tenant_sdk.endpoint.settings import EndpointSettings
 from tenant_sdk.testing import Corrupt, Fail, ProviderCall, ScriptedProvider
 from tests.support.endpoints import KEY, chat, endpoint_of, raw
 from tests.support.waiting import until
-from wire.errors import NotPermitted, QuotaExceeded, Unavailable, VeilbaseError, VerificationFailed
+from wire.errors import NotPermitted, QuotaExceeded, Unauthenticated, Unavailable, VeilbaseError, VerificationFailed
 
 Verified = tuple[TenantClient, ScriptedProvider]
 
@@ -116,9 +116,9 @@ def test_a_provider_that_refuses_the_tenant_is_in_the_log_and_in_health(
     client, provider = verified
     caplog.set_level("INFO", "veilbase.endpoint")
     with endpoint_of(client) as endpoint, raw(endpoint) as http:
-        for kind, status, reason in ((NotPermitted, 502, "not_permitted"), (QuotaExceeded, 429, "quota")):
+        for kind, reason in ((NotPermitted, "not_permitted"), (Unauthenticated, "unauthenticated")):
             provider.handler = lambda call, kind=kind: Fail(kind)
-            assert [asked(http).status_code for _ in range(2)] == [status] * 2
+            assert [asked(http).status_code for _ in range(2)] == [502] * 2
             answer = http.get("/health")
             assert (answer.status_code, answer.json()) == (
                 200, {"status": "ok", "provider": "refuses", "reason": reason}
@@ -127,10 +127,52 @@ def test_a_provider_that_refuses_the_tenant_is_in_the_log_and_in_health(
                 each for each in caplog.messages if each.startswith(f"the provider refuses this tenant ({reason})")
             ]
             assert "\n" not in line
-        provider.handler = is_away  # which is no refusal, and no answer
-        asked(http)
-        assert http.get("/health").json()["reason"] == "quota"
+        for handler in (is_away, lambda _: Fail(QuotaExceeded)):  # which are no refusals, and no answers
+            provider.handler = handler
+            asked(http)
+            assert http.get("/health").json()["reason"] == "unauthenticated"
         provider.handler = None
         assert asked(http).status_code == 200
         until(lambda: http.get("/health").json() == {"status": "ok"}, "the end of the refusal")
     assert "the provider answers this tenant again" in caplog.messages
+
+
+def test_refusals_in_turn_with_answers_are_logged_once_a_minute(
+    verified: Verified, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, provider = verified
+    caplog.set_level("INFO", "veilbase.endpoint")
+    again = "the provider answers this tenant again"
+    with endpoint_of(client) as endpoint, raw(endpoint) as http:
+        now = [0.0]
+        endpoint.service.clock = lambda: now[0]
+
+        def refused(handler: Any) -> None:
+            provider.handler = handler
+            asked(http)
+
+        def lines() -> int:
+            return sum("(not_permitted)" in each for each in caplog.messages)
+
+        for _ in range(2):
+            refused(lambda _: Fail(NotPermitted))
+            refused(None)
+            refused(lambda _: Fail(QuotaExceeded))
+            until(lambda: http.get("/health").json() == {"status": "ok"}, "the end of the refusal")
+        assert (lines(), caplog.messages.count(again)) == (1, 1)
+        refused(lambda _: Fail(NotPermitted))
+        now[0] = 61.0
+        refused(lambda _: Fail(NotPermitted))  # it has lasted, and the last line says that the provider answers
+        assert lines() == 2
+
+
+def test_a_refused_job_says_nothing_about_requests(verified: Verified, caplog: pytest.LogCaptureFixture) -> None:
+    client, _ = verified
+    with endpoint_of(client) as endpoint:
+        service = endpoint.service
+        for _ in range(2):
+            service.note_job(NotPermitted("no training for this tenant"))
+        service.note_job(QuotaExceeded("too much at once"))
+        assert service.health() == {"status": "ok"}
+    (line,) = caplog.messages
+    assert line == "the provider refuses a job of this tenant (not_permitted): no training for this tenant"

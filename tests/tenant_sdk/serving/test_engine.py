@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.generate import prompt_ids
+from tenant_sdk.serving import many
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.kv import kv_layout
@@ -492,6 +493,7 @@ def test_generate_many_refuses_in_one_line(client: TenantClient, tmp_path: Path)
     ):
         with pytest.raises(ConfigurationError, match=f"^generate_many does not take {advice}$"):
             client.generate_many(["a", "b"], **wrong)
+    many._check_options(dict.fromkeys(many._OF_THE_STORE))  # or the nearest to each would be itself
     folders = [tmp_path / "there/x", tmp_path / "here/y"]
     for folder in folders:
         folder.mkdir(parents=True)

@@ -83,6 +83,11 @@ def test_a_dtype_has_its_short_name_and_torchs_own(dtype: Any) -> None:
 def test_options_of_a_store_without_adapters_have_no_effect(tmp_path: Path) -> None:
     check_store_early(None, {})
     check_store_early(tmp_path, {"device_slots": 3})
+    for dtype in ("bf16", torch.bfloat16):  # the defaults, in each form
+        check_store_early(
+            None,
+            {"separate_calls": False, "bases": [], "preload": (), "dtype": dtype, "catalogue": None, "cache": None},
+        )
     with pytest.raises(ConfigurationError, match="device_slots has no effect without adapters"):
         check_store_early(None, {"device_slots": 3})
     with pytest.raises(ConfigurationError, match="nowhere, is not a file"):

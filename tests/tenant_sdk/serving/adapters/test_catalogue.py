@@ -251,8 +251,8 @@ def test_the_hub_gives_the_named_revision(made: Path, cache: Path, tmp_path: Pat
     assert (kept / WEIGHTS).read_bytes() == (made / WEIGHTS).read_bytes()
 
 
-def test_the_hub_offline_is_one_line(cache: Path) -> None:
-    with pytest.raises(ConfigurationError, match="one cannot be fetched"):
+def test_the_hub_offline_is_one_line_that_says_what_to_set(cache: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"one cannot be fetched: .*: set HF_HUB_OFFLINE=0$"):
         fetch("one", Entry(source="hf://acme/not-cached-here", digest=ZEROS), cache, MOST)
 
 
@@ -285,10 +285,21 @@ def test_a_failed_download_fails_all_that_wait_and_is_tried_again(made: Path, ca
     store.close()
 
 
-def test_a_name_in_folder_and_catalogue(made: Path, cache: Path, tmp_path: Path) -> None:
-    catalogue = write(tmp_path, good=("hf://acme/good", ZEROS))
-    with pytest.raises(ConfigurationError, match="good is both in the folder and in the catalogue"):
-        AdapterStore(base_model(), made.parent, catalogue=catalogue, cache=cache)
+def test_a_name_in_folder_and_catalogue(
+    made: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only this name is refused: whoever could write it into the folder would otherwise keep a server from starting."""
+    shutil.copytree(made, tmp_path / "adapters" / "good")
+    shutil.copytree(made, tmp_path / "adapters" / "other")
+    catalogue = write(tmp_path, good=("hf://acme/good", ZEROS), far=(f"file://{made}", digest(made)))
+    store = AdapterStore(base_model(), tmp_path / "adapters", catalogue=catalogue, cache=cache)
+    assert store.names() == ["far", "other"]
+    assert not store.has("good")
+    with pytest.raises(ConfigurationError, match="good was both in the folder and in the catalogue"):
+        store.reserve("good")
+    store.close()
+    (line,) = caplog.messages
+    assert "good was both in the folder and in the catalogue at the start: rename one of them" in line
 
 
 def test_a_cache_that_others_may_write_is_refused(made: Path, tmp_path: Path) -> None:
