@@ -61,6 +61,14 @@ def test_the_frames_hold_the_rows_however_often_they_are_made(payload: Payload, 
     assert len(sent[0]) == payload.num_bytes
 
 
+def test_rows_are_masked_only_if_their_mask_says_so() -> None:
+    """What `masked_rows` returns may be written to memory that the provider shares."""
+    ring, real = torch.full((5, 4), SECRET, dtype=torch.int32), torch.ones(5, 4)
+    assert RowsPayload(ring, is_masked=True).masked_rows is ring
+    for readable in (RowsPayload(ring), RowsPayload(real), RowsPayload(real, is_masked=True), in_message(6)):
+        assert readable.masked_rows is None
+
+
 @pytest.mark.parametrize(("payload", "call"), CASES)
 def test_nothing_of_it_is_printed(payload: Payload, call: Call) -> None:
     assert str(SECRET) not in repr(payload)

@@ -131,6 +131,16 @@ def test_result_is_within_rounding(kind: str, direction: str) -> None:
     assert bool(((got.to(torch.float64) - exact).abs() <= rounding + float_rounding + 2.0**-148).all())
 
 
+def test_rounding_every_number_up_stays_within_the_bound() -> None:
+    """Rows of equal numbers move farthest when they are rounded, by up to a half in every coordinate."""
+    most = 0.0
+    for d in range(1000, 1100):
+        weight_norm = 127 * math.sqrt(d)
+        encoded, _ = coding.encode(torch.ones(1, d), weight_norm)
+        most = max(most, float(encoded.double().norm()) * weight_norm)
+    assert 2.0**31 - 2e4 < most < 2.0**31
+
+
 @pytest.mark.parametrize("kind", ["plain", "outliers", "1e30", "1e-20"])
 def test_the_scale_wastes_no_bits(kind: str) -> None:
     # the smallest allowed β: the norm of x̃ comes within a percent of the budget

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from noise.blocks.slots import Slots, SlotsExhausted
+from tests.support.forked_child import in_child
 from tests.support.thread_switches import switching_every
 from tests.support.threads import together
-from wire.errors import MaskError
+from wire.errors import MaskError, MaskReused
 
 
 def test_rows_are_handed_out_once_and_in_order() -> None:
@@ -58,3 +60,32 @@ def test_threads_never_get_the_same_row() -> None:
 
     parts = together(8, work)
     assert sorted(row for part in parts for row in part) == list(range(20_000))
+
+
+def refusal(slots: Slots) -> str:
+    try:
+        return f"got {slots.take(1)}"
+    except MaskReused:
+        return "refused"
+
+
+def test_a_child_is_known_by_its_process_id_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C code may fork without Python's hooks."""
+    slots, own = Slots(2), os.getpid()
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: own + 1)
+        assert refusal(slots) == "refused"
+    assert refusal(slots) == "got range(0, 1)"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_is_known_by_the_fork_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a namespace of its own, a child may have its parent's process id."""
+    slots, parent = Slots(2), os.getpid()
+
+    def child() -> str:
+        monkeypatch.setattr(os, "getpid", lambda: parent)
+        return refusal(slots)
+
+    assert in_child(child) == "refused"
+    assert refusal(slots) == "got range(0, 1)"

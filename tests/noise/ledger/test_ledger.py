@@ -501,6 +501,18 @@ def test_the_file_is_private_and_must_stay_so(path: Path) -> None:
         opened(path)
 
 
+def test_a_link_in_place_of_the_file_is_not_followed(path: Path) -> None:
+    """Compaction would replace the link, and leave a file of the same seeds and lower counts behind it."""
+    filled(path)
+    elsewhere = path.rename(path.with_name("elsewhere"))
+    path.symlink_to(elsewhere)
+    with pytest.raises(ConfigurationError, match="cannot be opened"):
+        opened(path)
+    path.unlink()
+    elsewhere.rename(path)
+    assert used(path)
+
+
 def test_damage_under_an_open_ledger_stops_it(path: Path) -> None:
     seed_id = filled(path)
     ledger = opened(path)

@@ -74,6 +74,20 @@ def test_many_rides_in_one_round_are_paid_for() -> None:
     assert served["a"] == pytest.approx(served["b"], rel=0.05)
 
 
+def test_a_debt_is_bounded() -> None:
+    """A tenant whose large request joined another's product owes a few turns for it, not all of its rows."""
+    ring = Ring()
+    for name, rows in (("a", 10_000), ("b", 10)):
+        ring.add(name, rows)
+    ring.ride("a")
+    ring.add("a", 10)
+    turns = []
+    while "a" not in turns and len(turns) < 100:
+        turns.append(ring.turn())
+        ring.add(turns[-1], 10)
+    assert 2 < len(turns) <= 10
+
+
 def test_a_small_ride_does_not_cost_a_turn() -> None:
     """A tenant that joins every turn of another tenant with a single row keeps the rest of its own turn."""
     ring = Ring()

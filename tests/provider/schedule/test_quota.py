@@ -27,6 +27,12 @@ def test_rows_a_second() -> None:
     assert sent == pytest.approx(100 * 100, rel=0.01)
 
 
+def test_a_quiet_hour_saves_up_no_more_than_a_second() -> None:
+    quota = Quota(TenantLimits(rows_per_s=100), 0.0)
+    assert quota.admit(100, 0, 3600.0) == 0.0
+    assert quota.admit(1, 0, 3600.0) == pytest.approx(0.01)
+
+
 def test_a_request_larger_than_the_bucket_passes_when_it_is_full_and_is_paid_for_afterwards() -> None:
     quota = Quota(TenantLimits(bytes_per_s=1000), 0.0)
     assert quota.admit(1, 5000, 0.0) == 0.0

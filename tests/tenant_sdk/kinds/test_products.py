@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import ShiraConfig, get_peft_model
 
 from tenant_sdk import TenantClient
 from tenant_sdk.kinds.low_rank import row_norms
@@ -209,3 +210,16 @@ def test_a_provider_that_answers_nonsense_changes_no_call(site: Any, monkeypatch
         counts.append(calls)
         monkeypatch.undo()
     assert all(each == counts[0] for each in counts)
+
+
+@torch.no_grad()
+def test_the_scale_of_shira_counts(chat_client: TenantClient) -> None:
+    config = ShiraConfig(r=2, target_modules=["down_proj"], init_weights=False, random_seed=1)
+    model: Any = get_peft_model(chat_client.load_model(), config)
+    layer = model.get_submodule("base_model.model.model.layers.1.mlp.down_proj")
+    x = torch.randn(3, layer.in_features)
+    plain = layer.base_layer(x)
+    whole = layer(x) - plain
+    layer.set_scale("default", 0.25)
+    assert whole.abs().max() > 1e-2
+    assert relative(layer(x) - plain, whole / 4) < RELATIVE

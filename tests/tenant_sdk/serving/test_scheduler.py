@@ -209,6 +209,14 @@ def test_the_last_to_begin_gives_way_and_begins_again_before_others() -> None:
     assert made.num_preemptions == 3
 
 
+def test_who_gave_way_is_before_those_who_waited_already() -> None:
+    made = scheduler(kv_bytes=2 * PAGE_TOKENS, max_running=2)
+    for number in range(3):
+        add_growing(made, number, PAGE_TOKENS // 2, 2 * PAGE_TOKENS)
+    assert any(run(made).preempted == (1,) for _ in range(20))
+    assert made.waiting() == [1, 2]
+
+
 def test_a_request_that_does_not_grow_is_never_preempted() -> None:
     made = scheduler(kv_bytes=4 * PAGE_TOKENS)
     add_growing(made, 0, 1, 4 * PAGE_TOKENS)

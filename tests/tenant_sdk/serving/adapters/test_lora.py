@@ -88,6 +88,25 @@ def test_a_place_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_place_keeps_nothing_beside_an_adapter_of_more_layers(tmp_path: Path) -> None:
+    """Where an adapter of a step changes a layer, the factors of all places of its rank are multiplied."""
+    model, bell = base_model(), Bell()
+    stock = copy.deepcopy(model)
+    for at, setting in enumerate(({}, {}, {"target_modules": ["q_proj"]})):
+        save_adapter(model, tmp_path / f"a{at}", seed=at, r=8, **setting)
+    store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=2)
+    first, whole = held(store, bell, "a0", "a1")
+    place = first.adapter_index
+    first.release()
+    (few,) = held(store, bell, "a2")
+    assert few.adapter_index == place
+    got = stepped(store, model, [(few.adapter_index, IDS[0]), (whole.adapter_index, IDS[1])])
+    for one, ids, name in zip(got, IDS, ("a2", "a1"), strict=False):
+        expected = peft_logits(stock, tmp_path / name, ids)
+        assert (one - expected).abs().max() < 1e-5 * expected.abs().max()
+    store.close()
+
+
 def test_layers_that_a_later_adapter_brings_leave_the_earlier_alone(tmp_path: Path) -> None:
     model, bell = base_model(), Bell()
     stock = copy.deepcopy(model)
@@ -144,15 +163,16 @@ def test_outside_a_step_and_after_close_the_model_is_its_own(tmp_path: Path) -> 
         assert torch.equal(model(IDS[:1]).logits, plain)
 
 
-def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("announced", [4, 6])
+def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path, announced: int) -> None:
     model, bell = base_model(), Bell()
     save_adapter(model, tmp_path / "one", seed=1)
     store = AdapterStore(model, tmp_path, on_ready=bell)
     (loan,) = held(store, bell, "one")
     with (
-        store.in_step([loan.adapter_index] * 4),
+        store.in_step([loan.adapter_index] * announced),
         torch.no_grad(),
-        pytest.raises(InvalidTensor, match="5 rows in a step of 4"),
+        pytest.raises(InvalidTensor, match=f"5 rows in a step of {announced}"),
     ):
         model(IDS[:1])
     store.close()
