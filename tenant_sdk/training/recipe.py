@@ -88,12 +88,17 @@ class Recipe(BaseModel):
 
     def options(self) -> FinetuneOptions:
         """Returns the options of the run."""
-        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(FinetuneOptions)}
-        return FinetuneOptions(**{**given, "checkpointing": _or_none(given["checkpointing"])})
+        return FinetuneOptions(**self.given())
+
+    def given(self) -> dict[str, Any]:
+        """Returns the options of the run that a file or a flag names, also those that have their default's value."""
+        names = [each.name for each in dataclasses.fields(FinetuneOptions) if each.name in self.model_fields_set]
+        return {name: _in_python(name, getattr(self, name)) for name in names}
 
 
-def _or_none(value: str) -> Any:
-    return None if value == "none" else value
+def _in_python(name: str, value: Any) -> Any:
+    """Returns an option's value as `TenantClient.finetune` takes it."""
+    return None if name == "checkpointing" and value == "none" else value
 
 
 def _fields() -> dict[str, Any]:
@@ -234,7 +239,7 @@ def check_recipe_early(recipe: Recipe) -> None:
     """
     options = recipe.options()
     options.check()
-    options.check_effect()
+    options.check_effect(recipe.given())
     if recipe.output_dir is not None:
         check_output(recipe.output_dir, options.overwrite)
     if options.log_dir is not None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tenant_sdk import cli
 from tenant_sdk.training.command import finetune_command, peft_config_of
-from tenant_sdk.training.recipe import Recipe, RunRecipe, load_recipe, with_connection
+from tenant_sdk.training.recipe import Recipe, RunRecipe, check_recipe_early, load_recipe, with_connection
 from tenant_sdk.training.settings import Evaluation, FinetuneResult
 from tests.support.quick_training import ROWS
 from tests.support.repository import ROOT
@@ -61,6 +61,14 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert load_recipe(KIND, {"data": Path("d"), "output_dir": Path("o"), "eval_data": "0.1"}, None).eval_data == 0.1
     assert loaded(NEEDED + "eval_data: held/out.jsonl", tmp_path).eval_data == Path("held/out.jsonl")
     assert loaded(NEEDED + "log_dir: ~/x", tmp_path).log_dir == Path.home() / "x"
+
+
+def test_both_names_of_a_length_in_a_file_are_refused_also_with_a_default(tmp_path: Path) -> None:
+    recipe = loaded(NEEDED + "max_steps: 2\nnum_epochs: 3", tmp_path)
+    with pytest.raises(ConfigurationError, match="has no effect beside max_steps"):
+        check_recipe_early(recipe)
+    alone = loaded(NEEDED + "max_steps: 2", tmp_path)
+    assert alone.given() == {"max_steps": 2}
 
 
 def test_how_checkpointing_is_named(tmp_path: Path) -> None:
@@ -240,6 +248,7 @@ def test_the_recipe_of_the_examples(chat_folder: Path, at_root: Path) -> None:
     ("words", "expected"),
     [
         (["--config", "recipe.yaml"], "inference_mode of peft_config makes an adapter that is not trained"),
+        (["--max-steps", "2", "--epochs", "3"], "num_epochs (--epochs) has no effect beside max_steps"),
         (["--learning-rate", "0"], "learning_rate must be positive, got 0.0"),
         (["--output", "x" * 250], "expected a name of at most 242 bytes for the adapter's folder"),
         (["--output", "dangling"], "dangling is a link to nothing"),
