@@ -303,6 +303,23 @@ class FinetuneOptions:
         if self.max_steps is not None and "num_epochs" in given:
             raise ConfigurationError("num_epochs (--epochs) has no effect beside max_steps: leave one of them out")
 
+    def check_loss_branches(self, has_evaluation: bool, can_be_steered: bool) -> None:
+        """Refuses options that depend on losses where a provider could steer them, or where nothing is evaluated.
+
+        Raises:
+            ConfigurationError: such an option is set; the text says what would allow it.
+        """
+        chosen = [name for name in ("early_stopping_steps", "keep_best") if getattr(self, name)]
+        if not chosen:
+            return
+        if not has_evaluation:
+            raise ConfigurationError(f"{chosen[0]} needs an evaluation: name rows with eval_data (--eval-data)")
+        if can_be_steered:
+            raise ConfigurationError(
+                f"{chosen[0]} lets losses decide, and a provider that lies could choose them and see the decision: "
+                "name a checkpoint that you trust (verify=, --verify), or leave it out"
+            )
+
 
 def _no_such(name: str, value: Any, known: Sequence[str]) -> ConfigurationError:
     """Returns the error for an option whose value is none of those that there are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -12,12 +13,12 @@ from typing import Any
 
 import pytest
 import typer
-from peft import IA3Config, LoraConfig
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, IA3Config, LoraConfig
 from typer.testing import CliRunner
 
 from tenant_sdk import cli
 from tenant_sdk.training.command import finetune_command, peft_config_of
-from tenant_sdk.training.recipe import Recipe, RunRecipe, check_recipe_early, load_recipe, with_connection
+from tenant_sdk.training.recipe import Recipe, RunRecipe, check_recipe_early, load_recipe, peft_fields, with_connection
 from tenant_sdk.training.settings import Evaluation, FinetuneResult
 from tests.support.quick_training import ROWS
 from tests.support.repository import ROOT
@@ -96,6 +97,8 @@ def test_how_checkpointing_is_named(tmp_path: Path) -> None:
         (f"- {SECRET}", "expected options with values"),
         ("max_steps: 7\nmax_steps: 8", ": 'max_steps' comes twice"),
         ("peft_config: {r: 4, r: 8}", ": 'r' comes twice"),
+        ("peft_config: rank", "peft_config: value error, write the adapter's settings, as in peft_config: {r: 8, "),
+        ("peft_config: [8]", "peft_config: value error, write the adapter's settings, as in peft_config: {r: 8, "),
         ("batch_size: true", "batch_size: expected a value other than true and false"),
         ("output_dir: null", "name a folder for the adapter: --output"),
         ("data: null", "name a data set: tenant finetune DATA"),
@@ -199,6 +202,14 @@ def test_adapters_settings_that_cannot_be(recipe: Recipe, expected: str) -> None
     with pytest.raises(ConfigurationError, match=expected) as failure:
         peft_config_of(recipe)
     assert "\n" not in str(failure.value)
+
+
+def test_the_names_of_every_kinds_settings_are_read_from_pefts_source() -> None:
+    for name, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        known = (kind.__name__, {each.name for each in dataclasses.fields(kind)})
+        found, keys = peft_fields(name.value)
+        assert (found, set(keys)) == known
+    assert peft_fields("NONE") == ("", [])
 
 
 @pytest.fixture
