@@ -195,7 +195,7 @@ def finetune(recipe: Any) -> None:
     has_own_settings = recipe.peft_config is not None  # PEFT checks them, so it is loaded before a provider is asked
     not_connected = _client(
         **{**connection, "mask": connection["mask"] or ""},
-        check=partial(_check_with_torch, recipe) if has_own_settings else lambda: None,
+        check=partial(_check_before_asking, recipe, with_torch=has_own_settings),
     )
     if not has_own_settings:
         _check_with_torch(recipe)
@@ -203,6 +203,20 @@ def finetune(recipe: Any) -> None:
 
     with _until_ctrl_c(), not_connected as client:
         finetune_command(recipe, client, _show)
+
+
+def _check_before_asking(recipe: Any, with_torch: bool) -> None:
+    """Checks what a provider need not be asked about: the options that let losses decide and, if `with_torch`, what
+    `_check_with_torch` does."""
+    from noise.options import DEFAULT_MASK
+    from tenant_sdk.plan import may_be_steered
+
+    options = recipe.options()
+    # an identity's own URL is never that of a provider in this process
+    steered = may_be_steered(recipe.url or [""], recipe.mask or DEFAULT_MASK, recipe.verify)
+    options.check_loss_branches(options.eval_data is not None, steered)
+    if with_torch:
+        _check_with_torch(recipe)
 
 
 def _check_with_torch(recipe: Any) -> None:

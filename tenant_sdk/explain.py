@@ -103,12 +103,29 @@ def explain(session: Session, plan: Plan, problem: str | None = None, leave_out:
     left_out = [name for name in lines if name in leave_out]
     lines = {name: f"{_MEANINGS.get(name, '')}{text}" for name, text in lines.items() if name not in left_out}
     if left_out:
-        lines[_NOT_USED] = (
-            f"what the provider would see besides, once this session uses {_either(left_out)} (--all, in Python "
-            "everything=True, tells it)"
-        )
+        lines[_NOT_USED] = _would_show(left_out, "--all")
     width = max(len(name) for name in lines)
     return "\n".join(f"{name:<{width}}  {printable(text, one_line=True)}" for name, text in lines.items())
+
+
+def folded(text: str, leave_out: Collection[str]) -> str:
+    """Returns a text of `explain` with one line in place of those of `ONLY_IN_USE` that are in `leave_out`."""
+    lines = [(line.partition("  ")[0], line) for line in text.splitlines()]
+    left_out = [name for name, _ in lines if name in leave_out]
+    if not left_out:
+        return text
+    first = next(line for name, line in lines if name == left_out[0])
+    width = len(first) - len(first.partition("  ")[2].lstrip())
+    told = f"{_NOT_USED:<{width}}{_would_show(left_out, '`tenant explain --all`')}"
+    kept = [line if name != left_out[0] else told for name, line in lines if name not in left_out[1:]]
+    return "\n".join(kept)
+
+
+def _would_show(left_out: list[str], told_by: str) -> str:
+    return (
+        f"what the provider would see besides, once this session uses {_either(left_out)} ({told_by}, in Python "
+        "everything=True, tells it)"
+    )
 
 
 def _either(names: list[str]) -> str:
@@ -117,7 +134,7 @@ def _either(names: list[str]) -> str:
 
 def not_in_use(peft_configs: Iterable[Any]) -> set[str]:
     """Returns those of `ONLY_IN_USE` that do not apply to a session that answers with these adapters, by PEFT's
-    settings, and does nothing else."""
+    settings (or objects with the same names), and does nothing else."""
     configs = list(peft_configs)
     in_use: set[str] = set()
     if any(getattr(config, "use_dora", False) for config in configs):

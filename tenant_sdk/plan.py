@@ -141,8 +141,12 @@ class Plan:
         It could not if replies are verified, if the mask hides nothing in the first place, or if the provider runs in
         this process (`inproc:`).
         """
-        is_elsewhere = not all(url.startswith(INPROC) for url in self.urls)
-        return is_elsewhere and self.mask in RING_ONLY and self.verify is None
+        return may_be_steered(self.urls, self.mask, self.verify)
+
+
+def may_be_steered(urls: Sequence[str], mask: str, verify: str | None) -> bool:
+    """Returns what `Plan.can_be_steered` does, for a session with these providers, mask and checkpoint."""
+    return verify is None and mask in RING_ONLY and not all(url.startswith(INPROC) for url in urls)
 
 
 def make_plan(

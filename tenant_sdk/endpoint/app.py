@@ -18,6 +18,7 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hashlib
 import hmac
 import ipaddress
@@ -191,6 +192,9 @@ def _check_type(content_type: str, is_upload: bool) -> None:
 
 _OF_JOBS = ("/v1/files", "/v1/fine_tuning/")
 _OF_MODELS = "/v1/models/"
+_JOB_PATHS = ("/v1/files", "/v1/fine_tuning/jobs")
+_MOST_OF_A_PATH, _NEARLY = 64, 0.8
+"""How much of an unknown path is compared with the known ones, and how similar (difflib's ratio) one must be."""
 T = TypeVar("T")
 Plain = Callable[[Response], Awaitable[None]]
 """A function that sends the response to a request without a body."""
@@ -280,7 +284,14 @@ class App:
             return self._of_jobs(self._jobs, method, path, scope)
         if any(known == path for _, known in self._routes):
             raise HttpError(405, "this path takes another method", "method_not_allowed")
-        raise HttpError(404, "there is no such path here", "not_found")
+        raise self._no_such_path(path)
+
+    def _no_such_path(self, path: str) -> HttpError:
+        """Returns the error for an unknown path, with one of similar spelling if there is one."""
+        known = ["/health", "/metrics", *(each for _, each in self._routes), *(_JOB_PATHS if self._jobs else ())]
+        meant = difflib.get_close_matches(path.lower().rstrip("/")[:_MOST_OF_A_PATH], known, n=1, cutoff=_NEARLY)
+        advice = f": did you mean {meant[0]}?" if meant and meant[0] != path else ""
+        return HttpError(404, f"there is no such path here{advice}", "not_found")
 
     def _of_jobs(self, jobs: JobRoutes, method: str, path: str, scope: Scope) -> JsonRoute:
         kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
@@ -298,7 +309,7 @@ class App:
             finally:  # also when the client has gone, of which the thread would not know otherwise
                 is_over.set()
             if found is None:
-                raise HttpError(404, "there is no such path here", "not_found")
+                raise self._no_such_path(path)
             return found
 
         limits = replace(limits, body_bytes=limits.file_bytes if is_upload else limits.body_bytes)

@@ -410,7 +410,8 @@ def _refusal(exc: ValidationError, kind: type[BaseModel]) -> HttpError:
     """Returns the error for the first thing that is wrong; its text names the field and leaves out the value."""
     if exc.error_count() > _MOST_FAULTS:
         return bad_request(f"more than {_MOST_FAULTS} fields or values of the body are wrong")
-    first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+    faults = exc.errors(include_url=False, include_input=False)
+    first = _misspelt(faults, kind) or faults[0]
     parts = [part for part in first["loc"] if part not in _KINDS]
     place = ".".join(map(str, itertools.takewhile(_is_shown, parts)))[:200]
     if first["type"] == "extra_forbidden":
@@ -419,4 +420,30 @@ def _refusal(exc: ValidationError, kind: type[BaseModel]) -> HttpError:
         meant = _meant(kind, first["loc"]) if is_shown else None
         advice = "leave it out" if meant is None else f"did you mean {meant}?"
         return bad_request(f"{named} is not supported here: {advice}", place or None, "unknown_field")
-    return bad_request(f"{place or 'the body'}: {first['msg']}"[:400], place or None)
+    return bad_request(f"{place or 'the body'}: {_reason(first)}"[:400], place or None)
+
+
+def _misspelt(faults: Sequence[Any], kind: type[BaseModel]) -> Any:
+    """Returns the fault of an unknown field that stands where the first fault misses one of a similar name; None if
+    there is none, or if nothing is missing."""
+    *above, name = faults[0]["loc"] or ("",)
+    if faults[0]["type"] != "missing":
+        return None
+    beside = [each for each in faults if each["type"] == "extra_forbidden" and list(each["loc"][:-1]) == above]
+    return next((each for each in beside if _is_shown(each["loc"][-1]) and _meant(kind, each["loc"]) == name), None)
+
+
+def _reason(fault: Any) -> str:
+    """Returns what is wrong, in words that need no knowledge of pydantic."""
+    limits = fault.get("ctx", {})
+    if fault["type"] == "missing":
+        return "this field is required"
+    if fault["type"] == "too_short":
+        return f"expected at least {_entries(limits['min_length'])}, got {limits['actual_length']}"
+    if fault["type"] == "too_long":
+        return f"expected at most {_entries(limits['max_length'])}, got {limits['actual_length'] or 'more'}"
+    return str(fault["msg"])
+
+
+def _entries(number: int) -> str:
+    return "1 entry" if number == 1 else f"{number} entries"

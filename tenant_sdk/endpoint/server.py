@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import logging
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Protocol
 
 import uvicorn
@@ -39,6 +40,7 @@ from tenant_sdk.endpoint.privacy import Released
 from tenant_sdk.endpoint.service import Service, Threads
 from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings, bound, check_may_listen, new_key
 from tenant_sdk.endpoint.uploads import Uploads
+from tenant_sdk.explain import ONLY_IN_USE, folded, not_in_use
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.settings import check_store_early, split_store_options
@@ -266,6 +268,7 @@ class Endpoint:
         released = Released(client.mask, self.settings.release_step, client.error_sigma)
         self._ended_by: VeilbaseError | None = None
         self._root = None if adapters is None else Path(adapters)
+        self._has_catalogue = store_options.get("catalogue") is not None
         self._on_ready = on_ready
         self._turns = Turns()
         stores: list[AdapterStore] = []
@@ -318,11 +321,18 @@ class Endpoint:
         """Returns the error that ended the endpoint for good; None if there was none."""
         return self._ended_by
 
-    def explain(self) -> str:
+    def explain(self, everything: bool = False) -> str:
         """Prints and returns a text about the privacy in force, what the engine reveals to the provider, and which
-        numbers this endpoint releases to its clients."""
-        print(self.service.privacy)
-        return self.service.privacy
+        numbers this endpoint releases to its clients.
+
+        Args:
+            everything: whether lines about DoRA, about other kinds of adapters and about fine-tuning are there although
+                no adapter of the folder is of these kinds and no job was made; a line names those that are left out.
+        """
+        left_out = set() if everything or self._has_catalogue else _not_in_use(self._root)
+        text = folded(self.service.privacy, left_out)
+        print(text)
+        return text
 
     def run(self) -> None:
         """Serves in this thread until Ctrl-C, `stop`, or an error that cannot be recovered from.
@@ -400,6 +410,20 @@ class Endpoint:
         """Stops serving, and waits until the thread has ended."""
         self.stop()
         self._thread.join()
+
+
+def _not_in_use(root: Path | None) -> set[str]:
+    """Returns those of `ONLY_IN_USE` that do not apply to the adapters and jobs of a folder; none of them if an
+    adapter's settings cannot be read."""
+    if root is None:
+        return set(ONLY_IN_USE)
+    if next((root / _JOBS_FOLDER).glob("ftjob-*"), None) is not None:
+        return set()
+    try:
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in root.glob("*/adapter_config.json")]
+        return not_in_use([SimpleNamespace(**{"peft_type": "", **each}) for each in found])
+    except (OSError, ValueError, TypeError, RecursionError):
+        return set()
 
 
 def _explained(client: ServedSession, engine: Engine, released: Released) -> str:

@@ -48,7 +48,7 @@ def finetune_command(recipe: Recipe, client: Finetunes, echo: Callable[[str], ob
         client: a connected client.
         echo: prints a text.
     """
-    result = client.finetune(recipe.data, peft_config_of(recipe), str(recipe.output_dir), **vars(recipe.options()))
+    result = client.finetune(recipe.data, peft_config_of(recipe), str(recipe.output_dir), **recipe.given())
     echo(_summary(result))
 
 

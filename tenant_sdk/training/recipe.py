@@ -11,7 +11,9 @@ a value. Importing this module does not load torch.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -36,6 +38,8 @@ _WORDS = (bool, int, float, Path)
 
 _EITHER = ("max_steps", "num_epochs")
 """Two options that say the same: a flag for one of them replaces the other in the file."""
+_NO_FIELDS = ("object", "PushToHubMixin")
+"""The classes under PEFT's settings that have no fields."""
 _OF_RANK = ("r", "lora_alpha")
 """The settings of LoRA that the flag --rank sets, in place of those of the file."""
 
@@ -68,6 +72,13 @@ def _field(meaning: str, flag: str = "", group: str = "", shown: str = "") -> An
     return Field(default=None, json_schema_extra={"meaning": meaning, "flag": flag, "group": group, "shown": shown})
 
 
+def _settings(value: Any) -> Any:
+    """Returns the settings of an adapter, if they are names with values."""
+    if value is None or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value)):
+        return value
+    raise ValueError("write the adapter's settings, as in peft_config: {r: 8, lora_alpha: 16}")
+
+
 _TYPES: dict[str, Any] = {
     "eval_data": Annotated[float | _UserPath | None, BeforeValidator(_part_or_path)],
     "checkpointing": Literal["auto", "none", "replies", "recompute"],
@@ -83,17 +94,22 @@ class Recipe(BaseModel):
 
     data: _UserPath | None = None
     output_dir: _UserPath | None = _field("folder for the adapter", flag="--output")
-    peft_config: dict[str, Any] | None = None
+    peft_config: Annotated[dict[str, Any] | None, BeforeValidator(_settings)] = None
     rank: int | None = _field("LoRA's rank; alpha is twice as much", group="Training", shown="16")
 
     def options(self) -> FinetuneOptions:
         """Returns the options of the run."""
-        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(FinetuneOptions)}
-        return FinetuneOptions(**{**given, "checkpointing": _or_none(given["checkpointing"])})
+        return FinetuneOptions(**self.given())
+
+    def given(self) -> dict[str, Any]:
+        """Returns the options of the run that a file or a flag names, also those that have their default's value."""
+        names = [each.name for each in dataclasses.fields(FinetuneOptions) if each.name in self.model_fields_set]
+        return {name: _in_python(name, getattr(self, name)) for name in names}
 
 
-def _or_none(value: str) -> Any:
-    return None if value == "none" else value
+def _in_python(name: str, value: Any) -> Any:
+    """Returns an option's value as `TenantClient.finetune` takes it."""
+    return None if name == "checkpointing" and value == "none" else value
 
 
 def _fields() -> dict[str, Any]:
@@ -226,15 +242,17 @@ def check_keys(where: str, values: Mapping[Any, Any], known: list[str], listed_b
 
 
 def check_recipe_early(recipe: Recipe) -> None:
-    """Checks settings, output folder and data sets of a recipe without torch, so that a mistake in them is told at
-    once. Does not read data from a pipe, which can be read only once.
+    """Checks settings, names in `peft_config`, output folder and data sets of a recipe without torch, so that a mistake
+    in them is told at once. Does not read data from a pipe, which can be read only once.
 
     Raises:
         DatasetError, ConfigurationError: see `TenantClient.finetune`.
     """
     options = recipe.options()
     options.check()
-    options.check_effect()
+    options.check_effect(recipe.given())
+    if recipe.peft_config is not None:
+        check_peft_keys(recipe.peft_config)
     if recipe.output_dir is not None:
         check_output(recipe.output_dir, options.overwrite)
     if options.log_dir is not None:
@@ -242,6 +260,62 @@ def check_recipe_early(recipe: Recipe) -> None:
     for data in (recipe.data, options.eval_data):
         if isinstance(data, Path) and not is_pipe(data):
             load_rows(data)
+
+
+def check_peft_keys(settings: Mapping[str, Any]) -> None:
+    """Refuses a key of `peft_config` that PEFT's settings of this kind do not have. PEFT is not imported, which takes
+    seconds, but its source files are read; where they cannot be, or have another form, nothing is said.
+
+    Raises:
+        ConfigurationError: a key is not known.
+    """
+    name = str(settings.get("peft_type", "LORA"))
+    kind, keys = peft_fields(name) if name.isascii() and name.isidentifier() else ("", [])
+    if keys:
+        own = {key: value for key, value in settings.items() if key != "peft_type"}
+        check_keys("peft_config: ", own, keys, f"PEFT's documentation of {kind}")
+
+
+def peft_fields(name: str) -> tuple[str, list[str]]:
+    """Returns the name of the class that holds PEFT's settings of a kind, such as LORA, and the names of its fields, as
+    they stand in PEFT's source files; an empty name and no fields if they do not stand there."""
+    try:
+        spec = importlib.util.find_spec("peft")
+        root = Path(spec.origin).parent if spec is not None and spec.origin else Path()
+        tuner = root / "tuners" / name.lower()
+        made = ast.walk(ast.parse((tuner / "__init__.py").read_text(encoding="utf-8")))
+        found = [
+            word.value.id
+            for call in made
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "register_peft_method"
+            for word in call.keywords
+            if word.arg == "config_cls" and isinstance(word.value, ast.Name)
+        ]
+        (kind,) = found
+        shared = ("config.py", "tuners/lora/config.py", "tuners/lycoris_utils.py", "tuners/prompt_tuning/config.py")
+        files = [*(root / each for each in shared), tuner / "config.py"]
+        trees = [ast.parse(each.read_text(encoding="utf-8")) for each in files]
+        return kind, _fields_of(kind, {each.name: each for tree in trees for each in _classes(tree)})
+    except (OSError, ValueError, SyntaxError, KeyError):
+        return "", []
+
+
+def _classes(tree: ast.Module) -> list[ast.ClassDef]:
+    return [each for each in tree.body if isinstance(each, ast.ClassDef)]
+
+
+def _fields_of(kind: str, classes: Mapping[str, ast.ClassDef]) -> list[str]:
+    """Returns the fields of a dataclass and of those that it extends; raises KeyError if one of them is not there."""
+    bases = [each.id if isinstance(each, ast.Name) else "" for each in classes[kind].bases]
+    inherited = [name for base in bases if base not in _NO_FIELDS for name in _fields_of(base, classes)]
+    own = [
+        each.target.id
+        for each in classes[kind].body
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and "ClassVar" not in ast.unparse(each.annotation)
+    ]
+    return list(dict.fromkeys([*inherited, *own]))
 
 
 def is_pipe(data: Path) -> bool:

@@ -8,7 +8,7 @@ options in docs/finetune.md. Importing this module does not load torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -288,16 +288,37 @@ class FinetuneOptions:
                 f"got {self.eval_steps}"
             )
 
-    def check_effect(self) -> None:
+    def check_effect(self, given: Collection[str]) -> None:
         """Raises ConfigurationError for a value that another option leaves without effect. This is for options that a
-        user gives now; a run that began with such a value may go on."""
-        if self.lr_scheduler_type == "constant" and self.warmup_steps not in (0, FinetuneOptions.warmup_steps):
+        user gives now; a run that began with such a value may go on.
+
+        Args:
+            given: the names of the options that the user gave. One of them counts as given also with its default.
+        """
+        if self.lr_scheduler_type == "constant" and "warmup_steps" in given and self.warmup_steps != 0:
             raise ConfigurationError(
                 "warmup_steps has no effect with lr_scheduler_type constant: choose constant_with_warmup, or leave it "
                 "out"
             )
-        if self.max_steps is not None and self.num_epochs != FinetuneOptions.num_epochs:
+        if self.max_steps is not None and "num_epochs" in given:
             raise ConfigurationError("num_epochs (--epochs) has no effect beside max_steps: leave one of them out")
+
+    def check_loss_branches(self, has_evaluation: bool, can_be_steered: bool) -> None:
+        """Refuses options that depend on losses where a provider could steer them, or where nothing is evaluated.
+
+        Raises:
+            ConfigurationError: such an option is set; the text says what would allow it.
+        """
+        chosen = [name for name in ("early_stopping_steps", "keep_best") if getattr(self, name)]
+        if not chosen:
+            return
+        if not has_evaluation:
+            raise ConfigurationError(f"{chosen[0]} needs an evaluation: name rows with eval_data (--eval-data)")
+        if can_be_steered:
+            raise ConfigurationError(
+                f"{chosen[0]} lets losses decide, and a provider that lies could choose them and see the decision: "
+                "name a checkpoint that you trust (verify=, --verify), or leave it out"
+            )
 
 
 def _no_such(name: str, value: Any, known: Sequence[str]) -> ConfigurationError:
@@ -352,7 +373,7 @@ def finetune_options(given: Mapping[str, Any]) -> FinetuneOptions:
         ConfigurationError: another option leaves one of them without effect.
     """
     options = from_keywords(FinetuneOptions, given, "finetune")
-    options.check_effect()
+    options.check_effect(given)
     return options
 
 

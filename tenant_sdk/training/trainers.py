@@ -204,21 +204,9 @@ def reports(trainer: Any, report_to: str | None, folder: Path) -> Iterator[None]
 
 
 def check_loss_branches(session: TrainingSession, settings: FinetuneOptions, has_evaluation: bool) -> None:
-    """Refuses options that depend on losses where a provider could steer them, or where nothing is evaluated.
-
-    Raises:
-        ConfigurationError: such an option is set; the text says what would allow it.
-    """
-    chosen = [name for name in ("early_stopping_steps", "keep_best") if getattr(settings, name)]
-    if not chosen:
-        return
-    if not has_evaluation:
-        raise ConfigurationError(f"{chosen[0]} needs an evaluation: name rows with eval_data (--eval-data)")
-    if session.can_be_steered:
-        raise ConfigurationError(
-            f"{chosen[0]} lets losses decide, and a provider that lies could choose them and see the decision: name a "
-            "checkpoint that you trust (verify=, --verify), or leave it out"
-        )
+    """Refuses options that depend on losses where a provider could steer them, or where nothing is evaluated; see
+    `FinetuneOptions.check_loss_branches`."""
+    settings.check_loss_branches(has_evaluation, session.can_be_steered)
 
 
 class StopEarly(TrainerCallback):  # type: ignore[misc]

@@ -34,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
     """Returns a working folder with rows, with rows that have no known columns, and with an adapter."""
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
     (tmp_path / "wrong.jsonl").write_text(json.dumps({"x": 1}))
+    (tmp_path / "rank.yaml").write_text("peft_config: {rank: 8}")
     (tmp_path / "adapters" / "there").mkdir(parents=True)
     (tmp_path / "adapters" / "there" / "adapter_config.json").write_text("{}")
     return tmp_path
@@ -48,7 +49,7 @@ def taken() -> Iterator[int]:
 
 def told(folder: Path, command: str, url: str = "", heavy: set[str] = HEAVY) -> str:
     """Runs a command of `tenant`, by default against a model that is there, and returns the line that it ends with."""
-    words = [*command.split(), "--url", url or f"inproc:{folder}"]
+    words = [*command.split(), *([] if "--url" in command else ["--url", url or f"inproc:{folder}"])]
     run = subprocess.run(
         [sys.executable, "-c", CODE.format(words=words, heavy=heavy)],
         cwd=folder,
@@ -70,6 +71,11 @@ def told(folder: Path, command: str, url: str = "", heavy: set[str] = HEAVY) -> 
         ("finetune rows.jsonl --output adapters/there", "adapters/there holds an adapter already"),
         ("finetune rows.jsonl --output new --max-steps 0", "max_steps must be positive, got 0"),
         ("finetune rows.jsonl --output new --mask latice", "latice"),
+        ("finetune rows.jsonl --output new --config rank.yaml", "peft_config: 'rank' is no option: the nearest is r"),
+        (
+            "finetune rows.jsonl --output new --eval-data 0.5 --keep-best --url grpc://127.0.0.1:1",
+            "keep_best lets losses decide",
+        ),
         (
             "generate who? --adapter adapters/ther",
             "there is no adapter folder adapters/ther: did you mean adapters/there?",

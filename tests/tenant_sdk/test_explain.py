@@ -10,7 +10,8 @@ import pytest
 from peft import IA3Config, LoraConfig, get_peft_model
 
 from tenant_sdk import TenantClient, for_remote_base
-from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, show, wrapped
+from tenant_sdk.endpoint.server import Endpoint
+from tenant_sdk.explain import ONLY_IN_USE, explain, folded, not_in_use, show, wrapped
 from tenant_sdk.serving.engine import Engine
 from wire.frame import Arithmetic
 
@@ -51,6 +52,36 @@ def test_what_is_not_in_use_is_left_out_and_named() -> None:
 )
 def test_what_adapters_use(configs: list[Any], in_use: set[str]) -> None:
     assert not_in_use(configs) == set(ONLY_IN_USE) - in_use
+
+
+def test_a_text_is_folded_as_one_that_was_made_without_the_lines() -> None:
+    short = folded(text_of(), {"DoRA", "fine-tuning"})
+    assert names_of(text_of()) - names_of(short) == {"DoRA", "fine-tuning"}
+    (line,) = (line for line in short.splitlines() if line.startswith("not used yet  "))
+    assert "once this session uses DoRA or fine-tuning (`tenant explain --all`" in line
+    assert folded(text_of(), set()) == text_of()
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        ({}, set()),
+        ({"a/adapter_config.json": '{"peft_type": "LORA"}'}, set()),
+        ({"a/adapter_config.json": '{"peft_type": "LORA", "use_dora": true}'}, {"DoRA"}),
+        ({"a/adapter_config.json": '{"peft_type": "IA3"}'}, {"other PEFT kinds"}),
+        ({"a/adapter_config.json": "["}, set(ONLY_IN_USE)),
+        ({".jobs/ftjob-1/job.json": "{}"}, set(ONLY_IN_USE)),
+    ],
+)
+def test_an_endpoint_tells_what_its_folder_uses(files: dict[str, str], shown: set[str], tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    endpoint = Endpoint.__new__(Endpoint)
+    endpoint._root, endpoint._has_catalogue = tmp_path, False
+    endpoint.service = SimpleNamespace(privacy=text_of())  # type: ignore[assignment]
+    assert names_of(endpoint.explain()) & set(ONLY_IN_USE) == shown
+    assert endpoint.explain(everything=True) == text_of()
 
 
 def left_out(client: TenantClient, **options: Any) -> set[str]:

@@ -12,11 +12,13 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pydantic
 import pytest
 
 from tenant_sdk import TenantClient
+from tenant_sdk.endpoint.app import App
 from tenant_sdk.endpoint.chat import Chat
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.jobs import JobRequest
@@ -38,6 +40,7 @@ from tenant_sdk.endpoint.schema import (
     parsed,
 )
 from tenant_sdk.endpoint.server import Endpoint
+from tenant_sdk.endpoint.settings import EndpointSettings
 from tests.support.endpoints import WHO, chat, endpoint_of, raw
 from tests.support.fuzzed_requests import made
 from tests.support.saved_adapters import save_adapter
@@ -197,6 +200,40 @@ def test_a_misspelt_field_has_the_nearest_name_beside_it(
         parsed(kind, json.dumps({**SMALLEST[kind], **fields}).encode())
     assert refused.value.text == text
     assert (refused.value.code, refused.value.param) == ("unknown_field", text.split(" ")[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"modle": "llama", "messages": [USER]}, "modle is not supported here: did you mean model?"),
+        ({"model": "llama", "mesages": [USER]}, "mesages is not supported here: did you mean messages?"),
+        ({"model": "llama", "messages": [{"rol": "user"}]}, "messages.0.rol is not supported here: did you mean role?"),
+        ({"messages": [USER]}, "model: this field is required"),
+        ({"messages": [USER], "temprature": 1}, "model: this field is required"),
+        ({"model": "llama", "messages": []}, "messages: expected at least 1 entry, got 0"),
+        ({"model": "llama", "messages": [USER], "stop": ["a"] * 17}, "stop: expected at most 16 entries, got 17"),
+    ],
+)
+def test_a_missing_or_misspelt_required_field_and_a_wrong_number_are_told(body: dict[str, Any], text: str) -> None:
+    with pytest.raises(HttpError) as refused:
+        parsed(ChatRequest, json.dumps(body).encode())
+    assert refused.value.text == text
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/Completions/", "/v1/completions"),
+        ("/v1/model", "/v1/models"),
+        ("/v1/owls/of/the/north", None),
+        ("/" + "v1" * 5000, None),
+    ],
+)
+def test_an_unknown_path_has_the_nearest_one_beside_it(path: str, meant: str | None) -> None:
+    text = App(MagicMock(settings=EndpointSettings(key="x")))._no_such_path(path).text
+    assert text == "there is no such path here" + ("" if meant is None else f": did you mean {meant}?")
 
 
 LONG = [{"role": "user", "content": "who is it? " * 40}]

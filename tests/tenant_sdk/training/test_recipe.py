@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -12,12 +13,12 @@ from typing import Any
 
 import pytest
 import typer
-from peft import IA3Config, LoraConfig
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, IA3Config, LoraConfig
 from typer.testing import CliRunner
 
 from tenant_sdk import cli
 from tenant_sdk.training.command import finetune_command, peft_config_of
-from tenant_sdk.training.recipe import Recipe, RunRecipe, load_recipe, with_connection
+from tenant_sdk.training.recipe import Recipe, RunRecipe, check_recipe_early, load_recipe, peft_fields, with_connection
 from tenant_sdk.training.settings import Evaluation, FinetuneResult
 from tests.support.quick_training import ROWS
 from tests.support.repository import ROOT
@@ -63,6 +64,14 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert loaded(NEEDED + "log_dir: ~/x", tmp_path).log_dir == Path.home() / "x"
 
 
+def test_both_names_of_a_length_in_a_file_are_refused_also_with_a_default(tmp_path: Path) -> None:
+    recipe = loaded(NEEDED + "max_steps: 2\nnum_epochs: 3", tmp_path)
+    with pytest.raises(ConfigurationError, match="has no effect beside max_steps"):
+        check_recipe_early(recipe)
+    alone = loaded(NEEDED + "max_steps: 2", tmp_path)
+    assert alone.given() == {"max_steps": 2}
+
+
 def test_how_checkpointing_is_named(tmp_path: Path) -> None:
     assert loaded(NEEDED + "checkpointing: none", tmp_path).options().checkpointing is None
     assert loaded(NEEDED + "checkpointing: replies", tmp_path).options().checkpointing == "replies"
@@ -88,6 +97,8 @@ def test_how_checkpointing_is_named(tmp_path: Path) -> None:
         (f"- {SECRET}", "expected options with values"),
         ("max_steps: 7\nmax_steps: 8", ": 'max_steps' comes twice"),
         ("peft_config: {r: 4, r: 8}", ": 'r' comes twice"),
+        ("peft_config: rank", "peft_config: value error, write the adapter's settings, as in peft_config: {r: 8, "),
+        ("peft_config: [8]", "peft_config: value error, write the adapter's settings, as in peft_config: {r: 8, "),
         ("batch_size: true", "batch_size: expected a value other than true and false"),
         ("output_dir: null", "name a folder for the adapter: --output"),
         ("data: null", "name a data set: tenant finetune DATA"),
@@ -193,6 +204,14 @@ def test_adapters_settings_that_cannot_be(recipe: Recipe, expected: str) -> None
     assert "\n" not in str(failure.value)
 
 
+def test_the_names_of_every_kinds_settings_are_read_from_pefts_source() -> None:
+    for name, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items():
+        known = (kind.__name__, {each.name for each in dataclasses.fields(kind)})
+        found, keys = peft_fields(name.value)
+        assert (found, set(keys)) == known
+    assert peft_fields("NONE") == ("", [])
+
+
 @pytest.fixture
 def at_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Provides a folder with the repository's examples in it, as the working folder."""
@@ -240,6 +259,7 @@ def test_the_recipe_of_the_examples(chat_folder: Path, at_root: Path) -> None:
     ("words", "expected"),
     [
         (["--config", "recipe.yaml"], "inference_mode of peft_config makes an adapter that is not trained"),
+        (["--max-steps", "2", "--epochs", "3"], "num_epochs (--epochs) has no effect beside max_steps"),
         (["--learning-rate", "0"], "learning_rate must be positive, got 0.0"),
         (["--output", "x" * 250], "expected a name of at most 242 bytes for the adapter's folder"),
         (["--output", "dangling"], "dangling is a link to nothing"),

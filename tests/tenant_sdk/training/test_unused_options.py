@@ -27,6 +27,8 @@ PREFERENCES = "rows with chosen and rejected"
         ({"dpo_precompute_reference": True}, f"dpo_precompute_reference has no effect without {PREFERENCES}"),
         ({"log_dir": "logs"}, "log_dir has no effect without report_to"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "warmup_steps has no effect with lr_scheduler_type"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "warmup_steps has no effect with lr_scheduler_type"),
+        ({"num_epochs": 3.0}, r"num_epochs \(--epochs\) has no effect beside max_steps"),
         ({"num_epochs": 5.0}, r"num_epochs \(--epochs\) has no effect beside max_steps"),
     ],
 )
