@@ -261,7 +261,10 @@ def test_every_response_has_a_line_with_method_route_status_and_time(
     endpoint: Endpoint, method: str, path: str, changes: dict[str, str], line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lines() -> list[str]:
-        return [record.getMessage() for record in caplog.records if record.name == "veilbase.endpoint"]
+        """Returns the lines that are the expected one but for the time. The last line of an earlier test, which comes
+        after its response, may be among the others."""
+        found = [record.getMessage() for record in caplog.records if record.name == "veilbase.endpoint"]
+        return [one for one in found if re.sub(r" \d+ ms$", "", one) == line]
 
     headers = {
         "host": "localhost", "authorization": f"Bearer {KEY}", "content-type": "application/json", "connection": "close"
@@ -275,7 +278,7 @@ def test_every_response_has_a_line_with_method_route_status_and_time(
         status = connection.recv(1 << 16).split(b" ", 2)[1].decode()
         until(lines, "the line in the log, which comes after the response")
     assert status in line
-    assert [re.sub(r" \d+ ms$", "", one) for one in lines()] == [line]
+    assert len(lines()) == 1
     assert lines() != [line]
 
 
