@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -18,9 +20,10 @@ from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from tenant_sdk.testing import save_tiny_model
 from tests.support.serving import make_served_model, serving
-from wire.errors import DeadlineExceeded, NotPermitted, Unauthenticated, Unavailable, VeilbaseError
+from wire.errors import ConfigurationError, DeadlineExceeded, NotPermitted, Unauthenticated, Unavailable, VeilbaseError
 from wire.transport import grpc_channel
 from wire.transport.grpc_channel import wait_for_provider
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 
@@ -91,6 +94,51 @@ def test_what_no_wait_would_mend_is_told_at_once(served_model: ServedModel, tmp_
         with pytest.raises(Unauthenticated):
             wait_for_provider(url, TlsIdentity.read(tmp_path / "other"), lines.append)
     assert not lines
+
+
+def test_a_name_that_the_certificate_does_not_hold_is_told_at_once(
+    served_model: ServedModel, tmp_path: Path, ending: contextlib.ExitStack
+) -> None:
+    state = StateDir(tmp_path / "state")
+    server = Server("0.0.0.0", 0, state)
+    ending.callback(server.stop)
+    server.start(served_model)
+    url = f"grpcs://127.0.0.2:{server.port}"
+    enroll(state, "acme", tmp_path / "acme", url)
+    identity = TlsIdentity.read(tmp_path / "acme")
+    told = r"does not hold the name 127\.0\.0\.2: it holds localhost.*127\.0\.0\.1, ::1.*--names 127\.0\.0\.2`$"
+    with pytest.raises(ConfigurationError, match=told):
+        wait_for_provider(url, identity, pytest.fail, pause=pytest.fail)
+    with pytest.raises(ConfigurationError, match=told):
+        GrpcConnection(url, identity).manifest()
+
+
+def test_names_of_a_certificate_are_few_short_and_printable() -> None:
+    names = [("URI", "x"), ("DNS", "\x1b[2J" + "a" * 1000), *[("DNS", f"host{number}") for number in range(50)]]
+    text = grpc_channel._names({"subjectAltName": names})
+    assert text.startswith("\\x1b[2Jaaa")
+    assert text.endswith("host6, 43 more")
+    assert len(text) < 200
+
+
+def test_a_handshake_that_drips_has_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(grpc_channel, "_NAMES_S", 0.2)
+    enroll(StateDir(tmp_path / "state"), "acme", tmp_path / "acme", "grpcs://127.0.0.1:1")
+
+    def drip() -> None:
+        taken, _ = listening.accept()
+        with taken, contextlib.suppress(OSError):
+            for byte in itertools.chain(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb", itertools.repeat(0, 200)):
+                taken.sendall(bytes([byte]))
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip)
+        thread.start()
+        began = time.monotonic()
+        grpc_channel.check_name(f"grpcs://127.0.0.1:{listening.getsockname()[1]}", TlsIdentity.read(tmp_path / "acme"))
+        assert time.monotonic() - began < 5
+        thread.join()
 
 
 def test_a_name_without_an_address_is_told_at_once(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:

@@ -2,13 +2,16 @@
 answer yet. It loads gRPC and not torch, so that a command knows within a second whether its provider takes it, before
 it loads what takes many.
 
-Guarantees: an error holds no text from the peer, and a wait has an end.
+Guarantees: an error holds no text from the peer, except the names in a certificate that the provider's CA has signed,
+of which few are shown, cut and in ASCII; and a wait has an end.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ import grpc
 from wire.errors import (
     REVOKED,
     AccessError,
+    ConfigurationError,
     DeadlineExceeded,
     MalformedFrame,
     NotPermitted,
@@ -45,6 +49,14 @@ MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 _PROBE_S = 3.0
 """How long the connection may take that finds out why no provider was reached."""
+_NAMES_S = 1.0
+"""How long a handshake may take that finds out whether the provider's certificate holds the host's name. A provider
+that loads its model answers none."""
+_WRONG_NAME = (62, 64)
+"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH (openssl/x509_vfy.h)."""
+_MOST_NAMES, _MOST_OF_A_NAME = 8, 100
+"""The most names of a certificate that an error shows, and the most characters of each."""
+_HANDSHAKE_BYTES = 1 << 16
 _DROPPED = "Handshake read failed"
 """The part of gRPC's own text which says that the other side closed the connection before TLS had begun. gRPC gives
 another text if a certificate is refused or the port has no TLS. If a later version of gRPC words this differently, the
@@ -190,8 +202,7 @@ def _look_at(url: str) -> _Place:
     try:
         socket.create_connection((host, port), _PROBE_S).close()
     except socket.gaierror:
-        name = ascii(host)[1:-1][:100]
-        return _Place(f"the name {name} has no address (DNS): check its spelling, and the network")
+        return _Place(f"the name {_shown(host)} has no address (DNS): check its spelling, and the network")
     except ConnectionRefusedError:
         return _Place(
             f"the host answers, but nothing listens on port {port}: check the port, and that `provider serve` runs",
@@ -217,6 +228,90 @@ def why_not(url: str) -> str:
     return _look_at(url).why_not
 
 
+def check_name(url: str, identity: TlsIdentity | None) -> None:
+    """Checks that the provider's certificate holds the host's name, as far as a handshake tells now. gRPC takes a
+    provider with another name for one that is away. The handshake shows nothing of the tenant's identity.
+
+    Raises:
+        ConfigurationError: the certificate is of this identity's CA, and holds other names only.
+    """
+    parts = urlsplit(url)
+    if identity is None or parts.scheme != "grpcs":
+        return
+    host, port = parts.hostname or "", parts.port or DEFAULT_PORT
+    try:
+        _certificate(host, port, identity.ca_pem, checks_name=True)
+    except ssl.SSLCertVerificationError as exc:
+        if exc.verify_code not in _WRONG_NAME:
+            return
+    except (OSError, ValueError):  # ValueError: `ssl` takes no such text for a name.
+        return
+    else:
+        return
+    try:
+        holds = _names(_certificate(host, port, identity.ca_pem, checks_name=False))
+    except (OSError, ValueError):
+        holds = ""
+    of_which = f"it holds {holds}. Use one of these" if holds else "use one that it holds"
+    raise ConfigurationError(
+        f"the provider's certificate does not hold the name {_shown(host)}: {of_which}, or start the provider with "
+        f"`provider serve --names {_shown(host)}`"
+    )
+
+
+def _certificate(host: str, port: int, ca_pem: bytes, checks_name: bool) -> dict[str, Any]:
+    """Does a TLS handshake without a certificate of this side, and returns the provider's, which the CA has signed.
+
+    Raises:
+        ssl.SSLCertVerificationError: the certificate is another CA's, has expired, or does not hold the name.
+        OSError: the handshake failed otherwise, or took longer than `_NAMES_S`.
+        ValueError: `host` cannot be a name in a certificate, or the CA's certificate is not ASCII.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3  # Before 1.3, the provider would ask for ours first.
+    context.check_hostname = checks_name
+    context.set_alpn_protocols(["h2"])
+    context.load_verify_locations(cadata=ca_pem.decode("ascii"))
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_hostname=host)
+    give_up_at = time.monotonic() + _NAMES_S
+    with socket.create_connection((host, port), _PROBE_S) as plain:
+        while True:
+            try:
+                tls.do_handshake()
+                return tls.getpeercert() or {}
+            except ssl.SSLWantReadError:
+                left_s = give_up_at - time.monotonic()
+                if left_s <= 0:  # A peer that sends a byte now and then gets no more time than a silent one.
+                    raise TimeoutError from None
+                plain.settimeout(left_s)
+                plain.sendall(outgoing.read())
+                data = plain.recv(_HANDSHAKE_BYTES)
+                if not data:
+                    raise ConnectionError("the peer closed the connection") from None
+                incoming.write(data)
+
+
+def _names(certificate: dict[str, Any]) -> str:
+    """Returns the names in a certificate, for an error's text."""
+    held = [name for kind, name in certificate.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    shown = [_shown(_short_address(name)) for name in held[:_MOST_NAMES]]
+    more = [f"{len(held) - _MOST_NAMES} more"] if len(held) > _MOST_NAMES else []
+    return ", ".join([*shown, *more])
+
+
+def _short_address(name: str) -> str:
+    """Returns an IPv6 address as users write it, which `ssl` writes out; other names as they are."""
+    try:
+        return str(ipaddress.ip_address(name.strip()))
+    except ValueError:
+        return name
+
+
+def _shown(name: str) -> str:
+    return ascii(name)[1:-1][:_MOST_OF_A_NAME]
+
+
 def wait_for_provider(
     url: str,
     identity: TlsIdentity | None,
@@ -237,7 +332,7 @@ def wait_for_provider(
         pause: waits so many seconds.
 
     Raises:
-        ConfigurationError: see `open_channel`.
+        ConfigurationError: see `open_channel`, or the provider's certificate does not hold the URL's host.
         AccessError: the provider refuses this tenant.
         ProtocolError: what answers is no provider of this version.
         Unavailable: the provider cannot be reached, or not in time.
@@ -251,6 +346,8 @@ def wait_for_provider(
         if not is_silent and (type(failure) is not Unavailable or failure.retry_s > 0):
             return
         place = _look_at(url)
+        if place.is_open:
+            check_name(url, identity)
         if place.is_open and not is_silent:
             return  # It has begun to answer meanwhile, or closes connections at once.
         if place.waits_for is None and is_silent and not is_last:

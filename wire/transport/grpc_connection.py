@@ -30,6 +30,7 @@ from wire.transport.grpc_channel import (
     BUNDLE_METHOD,
     MANIFEST_METHOD,
     STREAM_METHOD,
+    check_name,
     open_channel,
     translate_status,
     was_dropped,
@@ -140,6 +141,7 @@ class GrpcConnection(StreamConnection):
             self._drop()
             if was_dropped(exc) or exc.retry_s > 0:
                 raise
+            check_name(self.url, self._identity)
             raise Unavailable(f"no provider can be reached at {self.url}: {why_not(self.url)}") from None
         except TransportError:
             self._drop()

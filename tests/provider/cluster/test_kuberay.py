@@ -115,6 +115,16 @@ def test_what_belongs_together_has_the_same_names(tmp_path: Path, monkeypatch: p
     assert start["include-dashboard"] == "false"
 
 
+@pytest.mark.parametrize("group", [CLUSTER["spec"]["headGroupSpec"], *CLUSTER["spec"]["workerGroupSpecs"]])
+def test_no_container_gets_the_operators_probes(group: Any) -> None:
+    """KubeRay adds each probe that the first container of a pod lacks, and asks a dashboard that does not run."""
+    probes = kubelet.probes(group["template"]["spec"]["containers"][0])
+    assert set(probes) == {"startupProbe", "livenessProbe", "readinessProbe"}
+    assert all(
+        probe["tcpSocket"] == {"port": int(group["rayStartParams"]["node-manager-port"])} for probe in probes.values()
+    )
+
+
 @pytest.mark.parametrize("links", [False, True], ids=["as written", "with the variables of Services"])
 def test_settings_are_read_in_the_environment_of_a_container(
     links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
