@@ -284,9 +284,9 @@ class App:
             return self._of_jobs(self._jobs, method, path, scope)
         if any(known == path for _, known in self._routes):
             raise HttpError(405, "this path takes another method", "method_not_allowed")
-        raise self._no_such_path(path)
+        raise self.no_such_path(path)
 
-    def _no_such_path(self, path: str) -> HttpError:
+    def no_such_path(self, path: str) -> HttpError:
         """Returns the error for an unknown path, with one of similar spelling if there is one."""
         known = ["/health", "/metrics", *(each for _, each in self._routes), *(_JOB_PATHS if self._jobs else ())]
         meant = difflib.get_close_matches(path.lower().rstrip("/")[:_MOST_OF_A_PATH], known, n=1, cutoff=_NEARLY)
@@ -309,7 +309,7 @@ class App:
             finally:  # also when the client has gone, of which the thread would not know otherwise
                 is_over.set()
             if found is None:
-                raise self._no_such_path(path)
+                raise self.no_such_path(path)
             return found
 
         limits = replace(limits, body_bytes=limits.file_bytes if is_upload else limits.body_bytes)

@@ -22,7 +22,7 @@ from tenant_sdk.serving.adapters.loan import Loan
 from tenant_sdk.serving.adapters.store import StoreStatus, Tier
 
 _MOST_NAMES = 10_000
-_MOST_COMPARED = 256
+MOST_COMPARED = 256
 """The most names among which the nearest to an unknown one is looked for."""
 _LOAD_S = 60.0
 _POLL_S = 0.01
@@ -88,10 +88,10 @@ class ModelNames:
     def _unknown(self, model: str) -> HttpError:
         """Returns the error for a name that stands for nothing; it names the nearest one, unless there are so many that
         the search would take long. The folder is looked through no further than that."""
-        found = [] if self.store is None else self.store.names(_MOST_COMPARED)
+        found = [] if self.store is None else self.store.names(MOST_COMPARED)
         with self._lock:
             known = [self.base, *sorted({*found, *self._alias} - self._unloaded - {self.base})]
-        advice = "see /v1/models" if len(known) > _MOST_COMPARED else instead(model[:140], known, "/v1/models")
+        advice = "see /v1/models" if len(known) > MOST_COMPARED else instead(model[:140], known, "/v1/models")
         return HttpError(404, f"there is no model {ascii(model)[:140]} here: {advice}", "model_not_found", "model")
 
     def _found(self) -> list[str]:

@@ -267,14 +267,14 @@ class Endpoint:
         check_store_early(adapters, store_options)
         released = Released(client.mask, self.settings.release_step, client.error_sigma)
         self._ended_by: VeilbaseError | None = None
-        self._root = None if adapters is None else Path(adapters)
-        self._has_catalogue = store_options.get("catalogue") is not None
+        self.root = None if adapters is None else Path(adapters)
+        self.has_catalogue = store_options.get("catalogue") is not None
         self._on_ready = on_ready
         self._turns = Turns()
         stores: list[AdapterStore] = []
 
         def make_store(model: Any, wake: Callable[[], None]) -> AdapterStore:
-            stores.append(AdapterStore(model, self._root, on_ready=wake, **store_options))
+            stores.append(AdapterStore(model, self.root, on_ready=wake, **store_options))
             return stores[0]
 
         with contextlib.ExitStack() as undo:
@@ -282,18 +282,18 @@ class Endpoint:
             self.engine = undo.enter_context(
                 Engine(
                     client,
-                    make_store if self._root or store_options.get("catalogue") is not None else None,
+                    make_store if self.root or store_options.get("catalogue") is not None else None,
                     max_waiting=max_waiting,
                     default_new_tokens=default_max_tokens,
                     during_step=self._turns.step,
                     **engine_options,
                 )
             )
-            names = ModelNames(client.connect().model_id, next(iter(stores), None), self._root)
+            names = ModelNames(client.connect().model_id, next(iter(stores), None), self.root)
             privacy = _explained(client, self.engine, released)
             self.service = Service(client, self.engine, names, released, self.settings, privacy, self._end)
             undo.callback(self.service.close)
-            jobs = None if self._root is None else self._open_jobs(client, self._root, stores[0], undo)
+            jobs = None if self.root is None else self._open_jobs(client, self.root, stores[0], undo)
             app = App(self.service, jobs)
             self._server = _Server(self._config(app), self._ready, app.ending.come, self.service.threads)
             self._opened = undo.pop_all()
@@ -329,7 +329,7 @@ class Endpoint:
             everything: whether lines about DoRA, about other kinds of adapters and about fine-tuning are there although
                 no adapter of the folder is of these kinds and no job was made; a line names those that are left out.
         """
-        left_out = set() if everything or self._has_catalogue else _not_in_use(self._root)
+        left_out = set() if everything or self.has_catalogue else _not_in_use(self.root)
         text = folded(self.service.privacy, left_out)
         print(text)
         return text

@@ -45,7 +45,7 @@ _OF_THE_ENGINE = (
     "kv_dtype", "kv_bytes", "max_running", "step_tokens", "speculation", "prefix_bytes", "max_context", "kv_device",
 )  # fmt: skip
 """The options that go to the engine."""
-_OF_THE_STORE = ("device_slots", "host_bytes", "bases", "separate_calls")
+OF_THE_STORE = ("device_slots", "host_bytes", "bases", "separate_calls")
 """The options that go to the store of adapters."""
 _OF_ALL_PROMPTS = (AccessError, TransportError, ProtocolError, MaskError, StorageError)
 """The errors that do not concern one prompt alone. The prompts that are left would fail as well, each perhaps after a
@@ -92,8 +92,8 @@ def generate_many(
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
-    _check_options(options)
-    store = {name: options.pop(name) for name in _OF_THE_STORE if name in options}
+    check_options(options)
+    store = {name: options.pop(name) for name in OF_THE_STORE if name in options}
     names, make_store = _named(_one_each(adapters, len(prompts)), store)
     own = {name: options.pop(name) for name in _OF_THE_ENGINE if name in options}
     if not prompts:
@@ -210,13 +210,13 @@ class _Counter:
             self._report(self._num_done, self._num_all)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Refuses options that neither the engine, nor the store of adapters, nor a request has.
 
     Raises:
         ConfigurationError: there is such an option.
     """
-    known = ("adapters", "max_new_tokens", *_OF_A_REQUEST, *_OF_THE_ENGINE, *_OF_THE_STORE)
+    known = ("adapters", "max_new_tokens", *_OF_A_REQUEST, *_OF_THE_ENGINE, *OF_THE_STORE)
     for name in options:
         if name not in known:
             advice = instead(name, known, "its docstring")

@@ -78,7 +78,7 @@ def test_an_endpoint_tells_what_its_folder_uses(files: dict[str, str], shown: se
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
     endpoint = Endpoint.__new__(Endpoint)
-    endpoint._root, endpoint._has_catalogue = tmp_path, False
+    endpoint.root, endpoint.has_catalogue = tmp_path, False
     endpoint.service = SimpleNamespace(privacy=text_of())  # type: ignore[assignment]
     assert names_of(endpoint.explain()) & set(ONLY_IN_USE) == shown
     assert endpoint.explain(everything=True) == text_of()

@@ -100,13 +100,13 @@ def test_a_name_that_the_certificate_does_not_hold_is_told_at_once(
     served_model: ServedModel, tmp_path: Path, ending: contextlib.ExitStack
 ) -> None:
     state = StateDir(tmp_path / "state")
-    server = Server("0.0.0.0", 0, state)
+    server = Server("127.0.0.1", 0, state)
     ending.callback(server.stop)
     server.start(served_model)
-    url = f"grpcs://127.0.0.2:{server.port}"
+    url = f"grpcs://127.1:{server.port}"  # 127.0.0.1 by a name that no certificate holds
     enroll(state, "acme", tmp_path / "acme", url)
     identity = TlsIdentity.read(tmp_path / "acme")
-    told = r"does not hold the name 127\.0\.0\.2: it holds localhost.*127\.0\.0\.1, ::1.*--names 127\.0\.0\.2`$"
+    told = r"does not hold the name 127\.1: it holds localhost.*127\.0\.0\.1, ::1.*--names 127\.1`$"
     with pytest.raises(ConfigurationError, match=told):
         wait_for_provider(url, identity, pytest.fail, pause=pytest.fail)
     with pytest.raises(ConfigurationError, match=told):
@@ -115,14 +115,14 @@ def test_a_name_that_the_certificate_does_not_hold_is_told_at_once(
 
 def test_names_of_a_certificate_are_few_short_and_printable() -> None:
     names = [("URI", "x"), ("DNS", "\x1b[2J" + "a" * 1000), *[("DNS", f"host{number}") for number in range(50)]]
-    text = grpc_channel._names({"subjectAltName": names})
+    text = grpc_channel.names_held({"subjectAltName": names})
     assert text.startswith("\\x1b[2Jaaa")
     assert text.endswith("host6, 43 more")
     assert len(text) < 200
 
 
 def test_a_handshake_that_drips_has_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(grpc_channel, "_NAMES_S", 0.2)
+    monkeypatch.setattr(grpc_channel, "NAMES_S", 0.2)
     enroll(StateDir(tmp_path / "state"), "acme", tmp_path / "acme", "grpcs://127.0.0.1:1")
 
     def drip() -> None:
@@ -159,7 +159,7 @@ def test_a_provider_that_only_a_proxy_reaches_gets_the_time_of_a_connection(
     calls: list[float] = []
     outcomes: list[VeilbaseError | None] = [DeadlineExceeded("silent"), None]
     monkeypatch.setattr(socket, "create_connection", unreachable)
-    monkeypatch.setattr(grpc_channel, "_ask", lambda _, __, seconds: (calls.append(seconds), outcomes.pop(0))[1])
+    monkeypatch.setattr(grpc_channel, "ask", lambda _, __, seconds: (calls.append(seconds), outcomes.pop(0))[1])
     lines: list[str] = []
     wait_for_provider(f"grpc://127.0.0.1:{closed_port}", None, lines.append)
     assert calls == [0.3, 20.0]

@@ -49,7 +49,7 @@ MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 _PROBE_S = 3.0
 """How long the connection may take that finds out why no provider was reached."""
-_NAMES_S = 1.0
+NAMES_S = 1.0
 """How long a handshake may take that finds out whether the provider's certificate holds the host's name. A provider
 that loads its model answers none."""
 _WRONG_NAME = (62, 64)
@@ -249,7 +249,7 @@ def check_name(url: str, identity: TlsIdentity | None) -> None:
     else:
         return
     try:
-        holds = _names(_certificate(host, port, identity.ca_pem, checks_name=False))
+        holds = names_held(_certificate(host, port, identity.ca_pem, checks_name=False))
     except (OSError, ValueError):
         holds = ""
     of_which = f"it holds {holds}. Use one of these" if holds else "use one that it holds"
@@ -264,7 +264,7 @@ def _certificate(host: str, port: int, ca_pem: bytes, checks_name: bool) -> dict
 
     Raises:
         ssl.SSLCertVerificationError: the certificate is another CA's, has expired, or does not hold the name.
-        OSError: the handshake failed otherwise, or took longer than `_NAMES_S`.
+        OSError: the handshake failed otherwise, or took longer than `NAMES_S`.
         ValueError: `host` cannot be a name in a certificate, or the CA's certificate is not ASCII.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -274,7 +274,7 @@ def _certificate(host: str, port: int, ca_pem: bytes, checks_name: bool) -> dict
     context.load_verify_locations(cadata=ca_pem.decode("ascii"))
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(incoming, outgoing, server_hostname=host)
-    give_up_at = time.monotonic() + _NAMES_S
+    give_up_at = time.monotonic() + NAMES_S
     with socket.create_connection((host, port), _PROBE_S) as plain:
         while True:
             try:
@@ -292,7 +292,7 @@ def _certificate(host: str, port: int, ca_pem: bytes, checks_name: bool) -> dict
                 incoming.write(data)
 
 
-def _names(certificate: dict[str, Any]) -> str:
+def names_held(certificate: dict[str, Any]) -> str:
     """Returns the names in a certificate, for an error's text."""
     held = [name for kind, name in certificate.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
     shown = [_shown(_short_address(name)) for name in held[:_MOST_NAMES]]
@@ -339,7 +339,7 @@ def wait_for_provider(
     """
     _, host, port = read_address(url, identity is not None)
     began, told, call_s, is_last = clock(), "", FIRST_CALL_S, False
-    while (failure := _ask(url, identity, call_s)) is not None:
+    while (failure := ask(url, identity, call_s)) is not None:
         if isinstance(failure, AccessError | ProtocolError) and not isinstance(failure, QuotaExceeded):
             raise failure
         is_silent = isinstance(failure, DeadlineExceeded)
@@ -363,7 +363,7 @@ def wait_for_provider(
         call_s = _LATER_CALLS_S
 
 
-def _ask(url: str, identity: TlsIdentity | None, timeout_s: float) -> VeilbaseError | None:
+def ask(url: str, identity: TlsIdentity | None, timeout_s: float) -> VeilbaseError | None:
     """Asks for the manifest on a channel of its own; returns None once the answer begins, else what failed. This is a
     `DeadlineExceeded` only if nothing came for about `timeout_s` seconds."""
     channel, began = open_channel(url, identity), time.monotonic()

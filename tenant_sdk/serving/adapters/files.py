@@ -659,13 +659,13 @@ class AdapterFolder:
                     for each in entries
                     if each.is_dir(follow_symlinks=False)
                     and NAME.fullmatch(each.name)
-                    and not self._is_of_a_run(each.name)
+                    and not self.is_of_a_run(each.name)
                 )
                 return sorted(itertools.islice(found, most))
         except OSError as exc:
             raise ConfigurationError(f"the folder of adapters cannot be read: {exc.strerror}") from exc
 
-    def _is_of_a_run(self, name: str) -> bool:
+    def is_of_a_run(self, name: str) -> bool:
         """Returns whether a subfolder holds checkpoints or reports of a fine-tuning run, and no adapter."""
         return name.endswith((".checkpoints", ".logs")) and not (self._root / name / CONFIG).exists()
 
@@ -700,7 +700,7 @@ class AdapterFolder:
             return False
         try:
             is_folder = stat.S_ISDIR(os.stat(self._root / name, follow_symlinks=False).st_mode)
-            return is_folder and not self._is_of_a_run(name)
+            return is_folder and not self.is_of_a_run(name)
         except OSError:
             return False
 

@@ -265,7 +265,7 @@ def test_a_request_looks_for_its_own_folder_only(
 def test_an_unknown_name_costs_little_however_many_there_are(
     client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tenant_sdk.endpoint.models._MOST_COMPARED", 3)
+    monkeypatch.setattr("tenant_sdk.endpoint.models.MOST_COMPARED", 3)
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         assert [status(http, model) for model in ("nobody", "../x")] == [404, 404]
         said = http.get("/v1/models/suport").json()["error"]["message"]
@@ -273,9 +273,9 @@ def test_an_unknown_name_costs_little_however_many_there_are(
         for number in range(9):
             (root / f"one-of-{number}").mkdir()
         looked_at: list[str] = []
-        is_of_a_run = files.AdapterFolder._is_of_a_run
+        is_of_a_run = files.AdapterFolder.is_of_a_run
         monkeypatch.setattr(
-            files.AdapterFolder, "_is_of_a_run", lambda own, name: looked_at.append(name) or is_of_a_run(own, name)
+            files.AdapterFolder, "is_of_a_run", lambda own, name: looked_at.append(name) or is_of_a_run(own, name)
         )
         said = http.get("/v1/models/suport").json()["error"]["message"]
         assert said == "there is no model 'suport' here: see /v1/models"

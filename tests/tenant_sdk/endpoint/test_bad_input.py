@@ -232,7 +232,7 @@ def test_a_missing_or_misspelt_required_field_and_a_wrong_number_are_told(body: 
     ],
 )
 def test_an_unknown_path_has_the_nearest_one_beside_it(path: str, meant: str | None) -> None:
-    text = App(MagicMock(settings=EndpointSettings(key="x")))._no_such_path(path).text
+    text = App(MagicMock(settings=EndpointSettings(key="x"))).no_such_path(path).text
     assert text == "there is no such path here" + ("" if meant is None else f": did you mean {meant}?")
 
 

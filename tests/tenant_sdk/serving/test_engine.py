@@ -493,7 +493,7 @@ def test_generate_many_refuses_in_one_line(client: TenantClient, tmp_path: Path)
     ):
         with pytest.raises(ConfigurationError, match=f"^generate_many does not take {advice}$"):
             client.generate_many(["a", "b"], **wrong)
-    many._check_options(dict.fromkeys(many._OF_THE_STORE))  # or the nearest to each would be itself
+    many.check_options(dict.fromkeys(many.OF_THE_STORE))  # or the nearest to each would be itself
     folders = [tmp_path / "there/x", tmp_path / "here/y"]
     for folder in folders:
         folder.mkdir(parents=True)
