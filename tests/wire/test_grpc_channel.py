@@ -100,7 +100,7 @@ def test_a_name_that_the_certificate_does_not_hold_is_told_at_once(
     served_model: ServedModel, tmp_path: Path, ending: contextlib.ExitStack
 ) -> None:
     state = StateDir(tmp_path / "state")
-    server = Server("0.0.0.0", 0, state)
+    server = Server("0.0.0.0", 0, state)  # noqa: S104 - so that it answers under 127.0.0.2
     ending.callback(server.stop)
     server.start(served_model)
     url = f"grpcs://127.0.0.2:{server.port}"
