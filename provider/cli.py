@@ -16,7 +16,7 @@ import typer
 
 from provider.config import GROUPS, NO_JOINING, STATE_HELP, ProviderSettings, load_settings, service_variables
 from provider.flags import takes_settings
-from runtime.command_line import Command, show_version
+from runtime.command_line import Command, Commands, show_version, to_stderr
 from wire.errors import ConfigurationError, VeilbaseError, printable
 from wire.transport.event_engine import prefer_waiting_in_place
 
@@ -24,6 +24,7 @@ DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
 """The URL where `provider serve --tls` listens if no address or port is given."""
 
 app = typer.Typer(
+    cls=Commands,
     help="Serve a base model's linear layers to tenants that keep everything else, and let tenants in.",
     no_args_is_help=True,
     rich_markup_mode=None,  # a table would cut long names of options
@@ -165,8 +166,12 @@ def status(
 
 
 @app.command(cls=Command)
-def usage(state: _State = None) -> None:
+def usage(
+    name: Annotated[str | None, typer.Argument(help="Tenant.", show_default="all of them")] = None,
+    state: _State = None,
+) -> None:
     """Print each tenant's totals as JSON, up to a minute old: requests and rows by class, bytes, seconds, errors."""
+    from provider.identity.registry import check_known
     from provider.operations.usage import FILE_NAME, read_usage
     from provider.serve import ENDPOINT_FILE
 
@@ -177,7 +182,23 @@ def usage(state: _State = None) -> None:
             "`provider serve --tls`"
         )
     totals = read_usage(path / FILE_NAME)
+    if name is not None:
+        check_known(name, {*totals, *_enrolled(path)})
+        totals = {each: total for each, total in totals.items() if each == name}
+    if not totals:
+        whose = "" if name is None else f" of {name}"
+        to_stderr(f"provider: no requests{whose} are counted here yet; counts are saved once a minute")
     typer.echo(json.dumps({name: total.model_dump() for name, total in sorted(totals.items())}, indent=1))
+
+
+def _enrolled(state: Path) -> set[str]:
+    """Returns the names of all tenants that were ever enrolled here; none where the CA's key is elsewhere."""
+    from provider.identity.authority import StateDir
+    from provider.identity.registry import tenants as registered
+
+    if not (state / "ca_key.pem").exists():
+        return set()
+    return {record.name for record in registered(StateDir(state, create=False))}
 
 
 def _prepare_libraries() -> None:

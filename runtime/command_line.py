@@ -17,7 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from wire.errors import printable
 
 _OTHER_WORDS = {
     "rank": "r", "r": "rank", "lora_r": "r", "lora_rank": "rank", "epochs": "num_epochs",
@@ -122,6 +124,19 @@ class Command(TyperCommand):
                 meant = nearest(failure.option_name, [flag for flag in flags if flag.startswith("--")])
                 failure.possibilities = [] if meant is None else [meant]
             raise
+
+
+class Commands(TyperGroup):
+    """Is a group of typer's commands that names the command which the user meant, or all of them, where there is
+    none of the given name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Returns the command that the first word names; see `TyperGroup`."""
+        word = args[0] if args else "-"
+        if not word.startswith("-") and self.get_command(ctx, word) is None:
+            known = [name for name, command in self.commands.items() if not command.hidden]
+            ctx.fail(f"there is no command {printable(word[:80], one_line=True)}: {instead(word, known, '--help')}")
+        return super().resolve_command(ctx, args)
 
 
 def _write_records(formatter: Any, records: list[tuple[str, str]]) -> None:

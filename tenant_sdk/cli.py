@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.command_line import Command, show_version, to_stderr, told_if_slow
+from runtime.command_line import Command, Commands, show_version, to_stderr, told_if_slow
 from tenant_sdk import tune
 from tenant_sdk.options import flag_of, takes_flags
 from tenant_sdk.plain_values import WrongOption, adapter_folder
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tenant_sdk import TenantClient
 
 app = typer.Typer(
+    cls=Commands,
     help="Fine-tune and use adapters on a base model that a provider holds; data, text and adapters stay here.",
     no_args_is_help=True,
     rich_markup_mode=None,  # a table would cut long names of options

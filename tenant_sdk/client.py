@@ -21,7 +21,7 @@ from runtime.command_line import to_stderr, told_if_slow
 from tenant_sdk import embedded
 from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
-from tenant_sdk.options import takes_options
+from tenant_sdk.options import names_keywords, takes_options
 from tenant_sdk.plan import Trust, make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
@@ -54,6 +54,7 @@ class TenantClient:
             print(client.generate("Who founded us?", adapter=result.adapter_dir))
     """
 
+    @names_keywords
     def __init__(
         self,
         url: str | Sequence[str] | None = None,
@@ -139,7 +140,7 @@ class TenantClient:
             trust_same_gpu=trust_same_gpu,
         )
         if not all(each.startswith(embedded.SCHEME) for each in self._plan.urls):
-            warn_if_not_tuned(stacklevel=3)
+            warn_if_not_tuned(stacklevel=4)
         self.url = self._plan.urls[0]
         self._dtype, self._progress = dtype, progress
         self._device = self._plan.device
@@ -327,6 +328,7 @@ class TenantClient:
         chosen = finetune_options(options)
         return finetune(self, data, peft_config, output_dir, chosen)
 
+    @names_keywords
     def generate(
         self,
         prompt: str | Iterable[Mapping[str, str]],
@@ -412,6 +414,7 @@ class TenantClient:
 
         return Endpoint(self, adapters, **options)
 
+    @names_keywords
     def fetch_hints(self, backward: bool = False) -> None:
         """Fetches the lattice mask's hints (products of weights and a public matrix), with a progress bar; other masks
         have no hints.
@@ -424,6 +427,7 @@ class TenantClient:
         with session.executor.in_session():
             prefetch_hints(session.scheme, session.manifest, self._bundle(), directions, self._progress)
 
+    @names_keywords
     def prepare(self, num_tokens: int, backward: bool = False) -> None:
         """Makes masks ahead of use, so that the next calls need not wait for them.
 
@@ -436,6 +440,7 @@ class TenantClient:
         with session.executor.in_session():
             prepare_masks(session.scheme, session.manifest, self._bundle(), directions, num_tokens)
 
+    @names_keywords
     def explain(self, everything: bool = False) -> str:
         """Prints, and returns as text, the privacy in force: scheme, assumption, parameters, what stays visible, costs.
 

@@ -12,10 +12,11 @@ Importing this module does not load torch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -57,13 +58,30 @@ def from_keywords(kind: type[_Options], given: Mapping[str, Any], method: str) -
     Raises:
         TypeError: there is no such option; the text names the nearest one.
     """
-    known = option_names(kind)
+    _check_keywords(given, option_names(kind), method)
+    return kind(**given)
+
+
+def _check_keywords(given: Collection[str], known: Collection[str], method: str) -> None:
     for name in given:
         if name not in known:
             meant = nearest(name, known)
             advice = "" if meant is None else f": did you mean {meant}?"
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{advice}")
-    return kind(**given)
+
+
+def names_keywords(method: _Method) -> _Method:
+    """Makes a method name the keyword argument that its caller meant, where there is none of the given name. The
+    `TypeError` is then as that of `from_keywords`. A `stacklevel` in the method has to count one frame more."""
+    known = [name for name in inspect.signature(method).parameters if name != "self"]
+    called = method.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(method)
+    def checked(*args: Any, **given: Any) -> Any:
+        _check_keywords(given, known, called)
+        return method(*args, **given)
+
+    return cast(_Method, checked)
 
 
 def option_names(kind: Any) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ sees either the old or the new registry, and a revocation is on disk once it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +27,10 @@ from provider.identity.authority import (
     issue_tenant_certificate,
     sync_directory,
 )
+from runtime.command_line import nearest
 
+_MOST_COMPARED = 1000
+"""The most names among which the nearest to an unknown one is looked for: more would take seconds."""
 MOST_BYTES = 64 << 20
 """The most bytes of a registry's file that are read. A registry of a hundred thousand certificates has about 20 MB."""
 
@@ -123,8 +126,7 @@ def revoke(state: StateDir, name: str, *, now: datetime | None = None) -> int:
     moment = current_time(now)
     with state.lock():
         records = tenants(state)
-        if not any(record.name == name for record in records):
-            raise UnknownTenant(f"expected an enrolled tenant, got {name[:80]!r}: `provider tenants` lists them")
+        check_known(name, {record.name for record in records})
         after = [
             record.model_copy(update={"revoked_at": moment})
             if record.name == name and record.is_live(moment)
@@ -135,6 +137,15 @@ def revoke(state: StateDir, name: str, *, now: datetime | None = None) -> int:
         if num_revoked:
             _save(state, after)
     return num_revoked
+
+
+def check_known(name: str, known: Collection[str]) -> None:
+    """Raises UnknownTenant, with the nearest name, if `name` is not among those of enrolled tenants."""
+    if name not in known:
+        few = sorted(known) if len(known) <= _MOST_COMPARED else []
+        meant = nearest(name, few)
+        advice = "" if meant is None else f"did you mean {meant}? "
+        raise UnknownTenant(f"expected an enrolled tenant, got {name[:80]!r}: {advice}`provider tenants` lists them")
 
 
 def tenants(state: StateDir) -> list[TenantRecord]:

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from provider.cli import app
+from provider.identity.authority import UnknownTenant
+from provider.operations.usage import FILE_NAME
 from tests.support.provider_command import Serving, one_line_error, run
 from tests.support.ring_products import CALL
 from tests.support.waiting import WAIT_S
@@ -138,6 +142,22 @@ def test_enroll_says_which_endpoint_it_wrote(tmp_path: Path) -> None:
         assert line.startswith(f"endpoint {url} ({whence}")
         assert line.endswith(f"edit {folder / 'endpoint'}")
         assert (folder / "endpoint").read_text() == f"{url}\n"
+
+
+def test_usage_says_that_there_is_none_yet_and_of_whom(tmp_path: Path) -> None:
+    runner, state = CliRunner(), ["--state", str(tmp_path / "state")]
+    assert runner.invoke(app, ["enroll", "acme", "--out", str(tmp_path / "acme"), *state]).exit_code == 0
+    for words, whose in (([], "no requests are"), (["acme"], "no requests of acme are")):
+        done = runner.invoke(app, ["usage", *words, *state])
+        assert done.stdout == "{}\n"
+        assert whose in done.stderr
+    with pytest.raises(UnknownTenant, match="did you mean acme"):
+        runner.invoke(app, ["usage", "acm", *state], catch_exceptions=False)
+    (tmp_path / "state" / FILE_NAME).write_text('{"tenants": {"acme": {"bytes_up": 3}, "globex": {}}}')
+    done = runner.invoke(app, ["usage", "acme", *state])
+    assert json.loads(done.stdout)["acme"]["bytes_up"] == 3
+    assert "globex" not in done.stdout
+    assert not done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--prot", "1"], ["serve", "--port", "many"], ["enroll"]], ids=str)

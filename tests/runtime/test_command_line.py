@@ -85,6 +85,24 @@ def test_an_unknown_option_names_the_one_that_was_meant(
     assert meant in text
 
 
+@pytest.mark.parametrize(
+    ("module", "word", "told"),
+    [
+        (tenant_cli, "modle", "there is no command modle: there are finetune, generate, chat, serve, explain"),
+        (tenant_cli, "finetun", "the nearest is finetune"),
+        (provider_cli, "export", "the nearest is export-server"),
+        (provider_cli, "shrd", "there are serve, enroll"),
+        (provider_cli, "\x1b[2Jx", r"there is no command \x1b[2Jx"),
+    ],
+)
+def test_an_unknown_command_names_the_one_that_was_meant(
+    module: Any, word: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(module, word, monkeypatch, capsys)
+    assert code == 2
+    assert told in text
+
+
 @pytest.mark.parametrize("module", [tenant_cli, provider_cli])
 def test_the_version(module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(module, "--version", monkeypatch, capsys) == (0, f"veilbase {version('veilbase')}")

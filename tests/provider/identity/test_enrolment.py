@@ -56,6 +56,12 @@ def test_a_bad_name_is_refused_and_touches_nothing(state: StateDir, tmp_path: Pa
     assert_one_line(unknown.value)
 
 
+def test_a_misspelt_name_gets_the_nearest(state: StateDir, tmp_path: Path) -> None:
+    enroll(state, "acme", tmp_path / "out", ENDPOINT)
+    with pytest.raises(identity.UnknownTenant, match=r"got 'acm': did you mean acme\? `provider tenants` lists them$"):
+        revoke(state, "acm")
+
+
 @pytest.mark.parametrize("name", ["a", "0", "acme.prod_eu-1", "a" * 63, "a.."])
 def test_a_good_name_round_trips_through_the_certificate(state: StateDir, tmp_path: Path, name: str) -> None:
     record = enroll(state, name, tmp_path / "out", ENDPOINT)
