@@ -328,7 +328,6 @@ class TenantClient:
         chosen = finetune_options(options)
         return finetune(self, data, peft_config, output_dir, chosen)
 
-    @names_keywords
     def generate(
         self,
         prompt: str | Iterable[Mapping[str, str]],

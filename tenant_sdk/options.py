@@ -72,7 +72,8 @@ def _check_keywords(given: Collection[str], known: Collection[str], method: str)
 
 def names_keywords(method: _Method) -> _Method:
     """Makes a method name the keyword argument that its caller meant, where there is none of the given name. The
-    `TypeError` is then as that of `from_keywords`. A `stacklevel` in the method has to count one frame more."""
+    `TypeError` is then as that of `from_keywords`. A `stacklevel` in the method has to count one frame more. The method
+    takes no keyword arguments of any name."""
     known = [name for name in inspect.signature(method).parameters if name != "self"]
     called = method.__qualname__.removesuffix(".__init__")
 

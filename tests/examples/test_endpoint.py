@@ -91,7 +91,7 @@ def test_the_command_refuses_in_one_line(tiny_chat: Path, env: dict[str, str]) -
         (["--host", "0.0.0.0", "--verify", "x"], "needs TLS"),  # noqa: S104
         ([], "--unverified"),
         (["--unverified", "--adapters", "nowhere"], "is not a folder"),
-        (["--unverified", "--api-key-file", "nowhere"], "cannot be read"),
+        (["--unverified", "--api-key-file", "nowhere"], "there is no file nowhere"),
     ):
         command = [sys.executable, "-m", "tenant_sdk", "serve", "--url", f"inproc:{tiny_chat}", *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
