@@ -19,8 +19,6 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from wire.errors import printable
-
 _OTHER_WORDS = {
     "rank": "r", "r": "rank", "lora_r": "r", "lora_rank": "rank", "epochs": "num_epochs",
     "num_train_epochs": "num_epochs", "out": "output", "model_name_or_path": "model",
@@ -135,7 +133,7 @@ class Commands(TyperGroup):
         word = args[0] if args else "-"
         if not word.startswith("-") and self.get_command(ctx, word) is None:
             known = [name for name, command in self.commands.items() if not command.hidden]
-            ctx.fail(f"there is no command {printable(word[:80], one_line=True)}: {instead(word, known, '--help')}")
+            ctx.fail(f"there is no command {ascii(word[:80])[1:-1]}: {instead(word, known, '--help')}")
         return super().resolve_command(ctx, args)
 
 
