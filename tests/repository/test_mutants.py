@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.repository.mutants import AREAS, MUTANTS, Mutant, main
+from tests.support.mutants import AREAS, MUTANTS, Mutant, main
 from tests.support.repository import ROOT
 
 

@@ -1,5 +1,5 @@
 """Breaks promises of the code on purpose, one at a time, and tells whether the tests notice: `python -m
-tests.repository.mutants`, or with numbers for some of them only.
+tests.support.mutants`, or with numbers for some of them only.
 
 A mutant is one plausible slip in one file: a lock of a door left out, a bound that is off by one, a sync that was
 forgotten. A line of code may be run by a hundred tests and still be checked by none. Each mutant here names a promise,
