@@ -286,7 +286,6 @@ def test_a_bad_request(neighbour: Neighbour, case: str) -> None:
 BAD_ENGINES = {
     "no request in the KV budget": "kv_bytes is 100, .*: nothing could be answered",
     "two names but for case": "the adapters Good and good have one name but for case",
-    "two of one name": "the adapter good is both in the folder and in the catalogue",
     "a draft with another tokenizer": "the draft has another tokenizer than the remote model",
 }
 """What is said of an engine that cannot be."""
@@ -298,18 +297,12 @@ def bad_options(root: Path, folder: Path) -> dict[str, dict[str, Any]]:
     twins = root.with_name("twins")
     for name in ("good", "Good"):
         shutil.copytree(root / "good", twins / name)
-    catalogue = root.with_name("catalogue.json")
-    entry = {"source": f"file://{root / 'good'}", "digest": f"sha256:{'0' * 64}"}
-    catalogue.write_text(json.dumps({"adapters": {"good": entry}}))
     other = character_tokenizer()
     other.add_tokens(["owl"])
     draft = AutoModelForCausalLM.from_pretrained(folder)
     return {
         "no request in the KV budget": {"kv_bytes": 100},
         "two names but for case": {"make_slots": twins},
-        "two of one name": {
-            "make_slots": lambda model, wake: AdapterStore(model, root, catalogue=catalogue, on_ready=wake)
-        },
         "a draft with another tokenizer": {"speculation": Speculation(3, draft=draft, draft_tokenizer=other)},
     }
 
