@@ -241,14 +241,16 @@ class Lattice:
                 self.polynomials.add_error(masks, self._rng, self.parameters)
             else:
                 masks += sampling.error(self._rng, masks.shape, self.parameters)
-            effects = self.polynomials.product(hint, cut.secrets_hat, self.parameters)[0][kept]
+            products = self.polynomials.product(hint, cut.secrets_hat, self.parameters)[0]
+            effects = products[kept]
             if cut.slots.remaining == 0:
                 self._forget(cut.secrets_hat)
             piece = self.pool.piece_rows
             # Each piece is a copy, so that its memory is free as soon as its own rows are used.
             pairs = zip(masks.split(piece), effects.split(piece), strict=True)
             pieces = [Block(copied(mask), copied(effect), Slots(len(mask))) for mask, effect in pairs]
-            exact.zero_()  # Rows without an error give the secret away, and this memory is used again only later.
+            for each in (exact, products):  # Rows without an error give the secret away; the memory is used later.
+                each.zero_()
             return pieces
 
     def _cut(self, group: GroupSpec, direction: Direction) -> _Cut:

@@ -72,9 +72,15 @@ def _check_keywords(given: Collection[str], known: Collection[str], method: str)
 
 def names_keywords(method: _Method) -> _Method:
     """Makes a method name the keyword argument that its caller meant, where there is none of the given name. The
-    `TypeError` is then as that of `from_keywords`. A `stacklevel` in the method has to count one frame more. The method
-    takes no keyword arguments of any name."""
-    known = [name for name in inspect.signature(method).parameters if name != "self"]
+    `TypeError` is then as that of `from_keywords`. A `stacklevel` in the method has to count one frame more.
+
+    Raises:
+        TypeError: the method takes keyword arguments of any name, so that there is none that it does not know.
+    """
+    parameters = inspect.signature(method).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        raise TypeError(f"{method.__qualname__} takes keyword arguments of any name")
+    known = [name for name in parameters if name != "self"]
     called = method.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(method)

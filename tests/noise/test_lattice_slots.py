@@ -77,19 +77,23 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
     assert len(drawn["secret"]) == 2
 
 
-def test_rows_without_an_error_do_not_stay_in_memory(make: Any, provider: Provider, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("name", ["combine", "product"])
+def test_rows_without_an_error_do_not_stay_in_memory(
+    make: Any, provider: Provider, monkeypatch: Any, name: str
+) -> None:
     """A piece is made from a whole block without errors, whose rows together give the secret away."""
     made: list[torch.Tensor] = []
-    combine = negacyclic.combine
+    original = getattr(negacyclic, name)
 
     def noted(*arguments: Any) -> Any:
-        made.extend(combine(*arguments))
+        made.extend(original(*arguments))
         return made[-1:]
 
-    monkeypatch.setattr(negacyclic, "combine", noted)
+    monkeypatch.setattr(negacyclic, name, noted)
     scheme, spec = make(**WIDE), provider.groups[0]
-    mask, _ = scheme.pool.take(spec, FORWARD, 1)
+    mask, effect = scheme.pool.take(spec, FORWARD, 1)
     assert mask.any()
+    assert effect.any()
     assert len(made) == 1
     assert not made[0].any()
 

@@ -17,6 +17,7 @@ import pytest
 
 import tenant_sdk
 from tenant_sdk import tuning
+from tenant_sdk.options import names_keywords
 from tenant_sdk.training.recipe import RunRecipe
 from tenant_sdk.training.settings import FinetuneKeywords, FinetuneOptions, finetune_options
 from tests.support.repository import ROOT
@@ -233,6 +234,11 @@ def test_a_misspelt_keyword_of_the_client_gets_the_nearest_name() -> None:
     with pytest.raises(TypeError, match=r"^TenantClient\(\) got an .* 'verfy': did you mean verify\?$"):
         tenant_sdk.TenantClient("grpcs://127.0.0.1:1", identity="acme", **misspelt)
     assert "verify" in inspect.signature(tenant_sdk.TenantClient).parameters
+
+
+def test_a_method_that_takes_any_name_knows_no_wrong_one() -> None:
+    with pytest.raises(TypeError, match="takes keyword arguments of any name"):
+        names_keywords(tenant_sdk.TenantClient.generate)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
