@@ -702,7 +702,7 @@ def choose(
         StorageError: the mode is `replies`, and the disk has no room for them.
     """
     need = estimate(base, num_rows, has_dropout)
-    free = free_memory() or 0
+    free = free_memory() or 0  # What is unknown counts as none, so that the run saves memory.
     budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free * _SHARE_OF_MEMORY)
     in_memory = max(0, budget - need.working)
     if mode == "replies" and memory_budget_mb is None:
