@@ -31,7 +31,7 @@ projection in the model of `benchmarks.transport.make_model`."""
 TOKENS = 16
 BLOCKS = 8
 """The number of blocks of masks that are made together and share transforms, as the pool's worker thread does
-(noise/lattice.py)."""
+(noise/masks/lattice.py)."""
 DEFAULT_PEER = Path(tempfile.gettempdir()) / "concrete-peer" / "bin" / "python"
 HOW_TO = "python3 -m venv {0} && {0}/bin/pip install concrete-ml-extensions==0.2.0 numpy"
 
@@ -45,8 +45,8 @@ class Ours:
 
         from benchmarks.transport import make_model
         from noise.hints.store import HintStore
-        from noise.lattice import Lattice
         from noise.ledger.ledger import Ledger
+        from noise.masks.lattice import Lattice
         from noise.params import choose
         from provider.model.load import load, resolve
         from provider.model.served_model import ServedModel

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from noise import gaussian_pool, off
 from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES, default_bytes
-from noise.gaussian_pool import GaussianPool
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
-from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
-from noise.off import Off
+from noise.masks import gaussian_pool, off
+from noise.masks.gaussian_pool import GaussianPool
+from noise.masks.lattice import Lattice
+from noise.masks.off import Off
+from noise.masks.pad import Pad, WeightOf
+from noise.masks.shares import Shares
 from noise.options import MASKS, RING_ONLY, check_num_providers, check_options
-from noise.pad import Pad, WeightOf
 from noise.params import LatticeParameters, choose
 from noise.scheme import MaskScheme
-from noise.shares import Shares
 from runtime.memory import free_memory
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic

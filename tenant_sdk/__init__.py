@@ -54,8 +54,8 @@ from wire.errors import (
 
 if TYPE_CHECKING:
     from noise.blocks.slots import SlotsExhausted
-    from noise.gaussian_pool import NotPrivateWarning
     from noise.ledger.ledger import SeedExhausted
+    from noise.masks.gaussian_pool import NotPrivateWarning
     from tenant_sdk.client import TenantClient
     from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
     from tenant_sdk.generate import TemplateRefuses
@@ -157,7 +157,7 @@ _MODULE_OF = {
     "Engine": "tenant_sdk.serving.engine",
     "FewLayersWarning": "tenant_sdk.peft_model",
     "NotFiniteWarning": "tenant_sdk.model.run_state",
-    "NotPrivateWarning": "noise.gaussian_pool",
+    "NotPrivateWarning": "noise.masks.gaussian_pool",
     "NotServed": "tenant_sdk.serving.adapters.peft_settings",
     "NotVerifiedWarning": "tenant_sdk.session",
     "PromptsFailed": "tenant_sdk.serving.many",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from noise.off import READABLE
+from noise.masks.off import READABLE
 from noise.options import RING_ONLY
 from noise.registry import readable
 from noise.scheme import MaskScheme

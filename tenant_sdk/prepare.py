@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from noise.lattice import Lattice
-from noise.pad import Pad
+from noise.masks.lattice import Lattice
+from noise.masks.pad import Pad
 from noise.scheme import GroupSpec, MaskScheme
 from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.progress import counting

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from noise.gaussian_pool import NotPrivateWarning
 from noise.ledger.ledger import Ledger
-from noise.off import READABLE
+from noise.masks.gaussian_pool import NotPrivateWarning
+from noise.masks.off import READABLE
 from noise.options import RING_ONLY
 from noise.registry import Setting, choose_arithmetic, make_scheme, readable
 from noise.scheme import MaskScheme

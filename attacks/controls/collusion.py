@@ -24,9 +24,9 @@ from attacks.controls.float_masks import inputs_of, manifest_of
 from attacks.controls.lattice import LatticeTraffic
 from attacks.seen.view import Exchange, View, write_recording
 from noise import sampling
+from noise.masks.shares import Shares
 from noise.params import PARAMETERS, LatticeParameters
 from noise.scheme import GroupSpec, Message, encode_rows
-from noise.shares import Shares
 from wire.frame import Direction, Purpose
 from wire.ring.seeded_rows import SEED_BYTES, SeededRows, count_rows
 

@@ -30,7 +30,7 @@ from attacks.seen.adversary import Claim, StolenDifference, StolenRows
 from attacks.seen.public_model import PublicModel
 from attacks.seen.view import Exchange, View, write_recording
 from attacks.victim.models import tiny_manifest, tiny_model, tiny_public
-from noise.gaussian_pool import GaussianPool, NotPrivateWarning
+from noise.masks.gaussian_pool import GaussianPool, NotPrivateWarning
 from noise.params import PARAMETERS
 from noise.scheme import GroupSpec
 from wire.frame import Call, Direction

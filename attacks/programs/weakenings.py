@@ -37,7 +37,7 @@ from attacks.seen.view import Exchange, write_recording
 from attacks.victim import draws, models
 from attacks.victim.draws import Statistics, Watch
 from noise import sampling
-from noise.lattice import Lattice
+from noise.masks.lattice import Lattice
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels
 from provider.embedded import serve_in_process
@@ -51,8 +51,8 @@ from wire.transport.inproc import InprocConnection
 #
 # Weakens the lattice masks of this process on purpose. The programs and tests of attacks/ must notice each weakness.
 #
-# Each weakness wraps functions that noise/lattice.py calls when it makes masks. All other code of the tenant, compiled
-# arithmetic included, is unchanged.
+# Each weakness wraps functions that noise/masks/lattice.py calls when it makes masks. All other code of the tenant,
+# compiled arithmetic included, is unchanged.
 
 FEW_TRITS = 3
 _Draw = Callable[..., torch.Tensor]

@@ -53,7 +53,7 @@ import torch
 from attacks.victim import tails
 from noise import sampling
 from noise.blocks.pool import Block
-from noise.lattice import Lattice
+from noise.masks.lattice import Lattice
 from noise.params import NOMINAL_SIGMA, PARAMETERS, LatticeParameters
 from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from noise import staging
-from noise.off import Off
+from noise.masks.off import Off
 from noise.scheme import GroupSpec, Masked, MaskScheme
 from noise.verify import FAILED, Verifier
 from tenant_sdk.model.run_state import NO_MODEL, PROVIDER, RunState, RunStates

@@ -21,8 +21,8 @@ from attacks.seen.adversary import Adversary, Claim, StolenDifference, StolenFac
 from attacks.seen.view import Exchange, View, write_recording
 from noise import sampling
 from noise.hints.store import HintStore
-from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
+from noise.masks.lattice import Lattice
 from noise.params import NOMINAL_SIGMA, PARAMETERS, LatticeParameters
 from noise.scheme import GroupSpec, encode_rows
 from runtime.threads import one_core
@@ -86,8 +86,8 @@ def test_any_row_may_be_taken_as_row_0(at: int) -> None:
 
 
 def test_the_secret_opens_what_the_scheme_itself_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test uses noise.lattice from end to end. A request minus the mask that its secret gives is the encoded input
-    plus the lattice error."""
+    """The test uses noise.masks.lattice from end to end. A request minus the mask that its secret gives is the encoded
+    input plus the lattice error."""
     parameters, weight = toy(16, 2, NOMINAL_SIGMA), torch.randint(-127, 128, (40, 24), dtype=torch.int8)
     spec = GroupSpec(0, 40, 24, 700.0, 700.0, torch.full((24,), 0.01), "0" * 64)
     asked: list[SeededRows] = []

@@ -354,8 +354,8 @@ import sys
 if any(part.endswith("victim/tenant.py") or part == "attacks.victim.tenant" for part in sys.orig_argv):
 """
 FORGETFUL = """
-    from noise import lattice
-    from noise.off import Off
+    from noise.masks import lattice
+    from noise.masks.off import Off
     from wire.frame import Arithmetic, Direction
     mask = lattice.Lattice.mask
     def forgetful(self, group, direction, rows):
@@ -371,7 +371,8 @@ ERRORLESS = """
 """
 SHARING = """
     import collections, threading, torch
-    from noise import lattice, sampling
+    from noise import sampling
+from noise.masks import lattice
     lock, where, counts, secrets = threading.Lock(), threading.local(), collections.Counter(), []
     make, ternary = lattice.Lattice._make_blocks, sampling.ternary
     def make_blocks(self, group, direction, *arguments):

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.row_watch import WatchedRows
 from noise.blocks.pool import MaskPool
-from noise.lattice import Lattice
+from noise.masks.lattice import Lattice
 from noise.scheme import GroupSpec
 from provider.net.server import Server
 from tenant_sdk import TenantClient

@@ -29,7 +29,7 @@ PLANTED = [
     ("wire imports runtime only", "wire/ring/coding.py", "from noise.params import PARAMETERS"),
     ("wire imports runtime only", "wire/transport/retry.py", "from provider.config import ProviderSettings"),
     ("noise imports wire and runtime only", "noise/ledger/ledger.py", "from tenant_sdk.identity import Identity"),
-    ("noise imports wire and runtime only", "noise/pad.py", "from provider.model.weights import serve_model"),
+    ("noise imports wire and runtime only", "noise/masks/pad.py", "from provider.model.weights import serve_model"),
     (
         "the provider can see neither masks nor the tenant's code",
         "provider/engine/products.py",

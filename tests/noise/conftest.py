@@ -14,8 +14,8 @@ import torch
 
 from noise import sampling
 from noise.hints.store import DEFAULT_RAM_BUDGET_BYTES, HintStore
-from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger, Seed
+from noise.masks.lattice import Lattice
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from tests.support.lattice import Provider, weight_of

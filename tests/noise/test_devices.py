@@ -13,10 +13,10 @@ import torch
 
 from noise import sampling
 from noise.hints.store import HintStore
-from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
-from noise.off import Off
-from noise.pad import Pad
+from noise.masks.lattice import Lattice
+from noise.masks.off import Off
+from noise.masks.pad import Pad
 from noise.polynomial import kernels as mask_kernels
 from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, RowEncoder, decode_rows, encode_rows

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from noise import registry
-from noise.gaussian_pool import GaussianPool, NotPrivateWarning
 from noise.hints.file import Layout
 from noise.ledger.ledger import Ledger
+from noise.masks.gaussian_pool import GaussianPool, NotPrivateWarning
 from noise.options import MASKS, OPTIONS, check_options
 from noise.params import LatticeParameters
 from noise.registry import Setting, make_scheme

@@ -19,7 +19,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from noise.gaussian_pool import NotPrivateWarning
+from noise.masks.gaussian_pool import NotPrivateWarning
 from provider.identity.authority import StateDir, current_time
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel

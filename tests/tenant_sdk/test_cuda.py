@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from noise.hints.store import HintStore
-from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
-from noise.off import Off
-from noise.pad import Pad
+from noise.masks.lattice import Lattice
+from noise.masks.off import Off
+from noise.masks.pad import Pad
 from tenant_sdk import TenantClient
 from tests.support.chat_model import make_chat_model
 from tests.support.cuda_devices import cpu_and

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from noise import staging
-from noise.lattice import Lattice
+from noise.masks.lattice import Lattice
 from noise.polynomial import negacyclic
 from noise.polynomial.toeplitz import DeviceProducts
 from noise.scheme import RowEncoder

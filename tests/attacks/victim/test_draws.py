@@ -17,8 +17,8 @@ from attacks.victim import draws
 from attacks.victim.draws import Check, Errors, Lags, Statistics, Watch, pair_lags, sequence_lags
 from noise import sampling
 from noise.hints.store import HintStore
-from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
+from noise.masks.lattice import Lattice
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels, negacyclic
 from noise.scheme import GroupSpec

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from noise import staging
-from noise.lattice import Lattice
+from noise.masks.lattice import Lattice
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import device_error, negacyclic, toeplitz
 from noise.polynomial.toeplitz import DeviceProducts

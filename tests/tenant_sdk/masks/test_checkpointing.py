@@ -15,7 +15,7 @@ from wire.frame import Direction
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning"),
-    pytest.mark.filterwarnings("ignore::noise.gaussian_pool.NotPrivateWarning"),
+    pytest.mark.filterwarnings("ignore::noise.masks.gaussian_pool.NotPrivateWarning"),
 ]
 
 ON_DISK: dict[str, Any] = {"checkpointing": "replies", "memory_budget_mb": 0}

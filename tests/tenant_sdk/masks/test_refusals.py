@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from noise.blocks.pool import Block
-from noise.gaussian_pool import NotPrivateWarning
+from noise.masks.gaussian_pool import NotPrivateWarning
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from provider.identity.authority import StateDir

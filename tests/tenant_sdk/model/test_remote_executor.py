@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from noise.hints.store import HintStore
-from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
-from noise.off import Off
+from noise.masks.lattice import Lattice
+from noise.masks.off import Off
 from noise.verify import Verifier
 from tenant_sdk.model.remote_group import RemoteExecutor
 from tests.support.answered import Answered

@@ -18,8 +18,8 @@ from transformers import Trainer, TrainingArguments
 
 from attacks.programs.overflow import Fault, Overflower, Seen
 from noise.blocks.pool import MaskPool
-from noise.lattice import Lattice
-from noise.off import Off
+from noise.masks.lattice import Lattice
+from noise.masks.off import Off
 from noise.scheme import GroupSpec
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from noise import sampling
-from noise.off import Off
+from noise.masks.off import Off
 from noise.params import PARAMETERS, LatticeParameters
 from noise.scheme import RowEncoder, decode_rows, encode_rows
 from tests.support.compiled_kernels import needs_products

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from noise.gaussian_pool import GaussianPool, NotPrivateWarning
+from noise.masks.gaussian_pool import GaussianPool, NotPrivateWarning
 from noise.registry import Setting, make_scheme
 from noise.sampling import gaussian, other_index
 from noise.scheme import GroupSpec

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from noise import lattice, sampling
+from noise import sampling
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
 from noise.blocks.slots import Slots
-from noise.lattice import Lattice
 from noise.ledger.ledger import Book, Ledger, Reservation, Seed
+from noise.masks import lattice
+from noise.masks.lattice import Lattice
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from noise.sampling import Csprng
@@ -200,7 +201,7 @@ def test_secrets_do_not_outlive_the_making(make: Any, provider: Provider, monkey
     assert [each() for each in kept] == [None] * 3
 
 
-SECRETIVE = ("noise.lattice", "noise.blocks.", "noise.sampling", "noise.ledger.ledger")
+SECRETIVE = ("noise.masks.lattice", "noise.blocks.", "noise.sampling", "noise.ledger.ledger")
 """The modules whose objects hold secrets or make them. All other objects that a mask keeps hold public facts."""
 PUBLIC = (Seed, Book)
 """The classes of these modules whose objects hold public facts: seeds of public matrices, and numbers of used rows."""

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from noise import pad as pad_module
 from noise.ledger.ledger import Ledger
-from noise.off import Off
-from noise.pad import BLOCK_ROWS, Pad
+from noise.masks import pad as pad_module
+from noise.masks.off import Off
+from noise.masks.pad import BLOCK_ROWS, Pad
+from noise.masks.shares import Shares
 from noise.scheme import GroupSpec, Masked, encode_rows
-from noise.shares import Shares
 from tests.support.forked_child import in_child
 from tests.support.lattice import group_of, weight_of
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, MaskReused

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from noise.off import READABLE, check_finite
+from noise.masks.off import READABLE, check_finite
 from noise.sampling import gaussian, other_index
 from noise.scheme import EffectPath, GroupSpec, Masked, Message
 from wire.errors import ConfigurationError
