@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,6 @@ def adapter_config(method: str) -> Any:
 class Stepper:
     """Takes fine-tuning steps of one variant."""
 
-    has_fixed_malloc = False
-    """Whether `fix_malloc` was called, whose thresholds then stay as they are."""
-
     def __init__(self, variant: str, model: Any, folder: Path, method: str = "lora") -> None:
         """Adds an adapter to the model, and turns on the variant's way to save memory."""
         import torch
@@ -105,13 +102,6 @@ class Stepper:
 
     def step(self, num_tokens: int) -> float:
         """Takes one step and returns its loss."""
-        from tenant_sdk.training.activation_checkpointing import giving_pages_back
-
-        saves_memory = self._windows is not None or (self._kept is not None and self._kept.mode is not None)
-        with giving_pages_back() if saves_memory and not self.has_fixed_malloc else nullcontext():
-            return self._step(num_tokens)
-
-    def _step(self, num_tokens: int) -> float:
         import torch
 
         ids = torch.randint(100, 40_000, (1, num_tokens), generator=torch.Generator().manual_seed(0))
@@ -165,7 +155,6 @@ def peak_process(method: str, variant: str, tokens: str, malloc: str, url: str, 
     """Measures one variant in this process, and prints the result as JSON."""
     if malloc == "fixed":
         fix_malloc()
-        Stepper.has_fixed_malloc = True
     scratch, num_tokens = Path(folder) / "replies", int(tokens)
     if variant == "local":
         found = measure_peak(Stepper(variant, local_model(), scratch, method), num_tokens)

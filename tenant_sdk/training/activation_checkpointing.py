@@ -15,8 +15,8 @@ products. Attention over a long row takes most of the time of computing a block 
 Replies beyond a budget of memory go to a temporary file without a name, encrypted with AES-256-GCM, which also detects
 changes. The replies are unmasked activations, so nobody who gets the disk may be able to read them.
 
-`giving_pages_back` makes a step's savings show in the process's resident memory, where glibc's malloc would keep the
-pages of freed tensors.
+`give_pages_back`, after each run of a block, makes a step's savings show in the process's resident memory, where
+glibc's malloc would keep the pages of freed tensors.
 
 Guarantees:
 - the choice depends on the model's shapes, the longest batch, free memory and free disk, and on nothing that a row
@@ -40,11 +40,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import shutil
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -494,18 +496,10 @@ _SPARE_DISK_BYTES = 256 << 20
 """What is left of the disk for checkpoints if replies need not be there."""
 _SHARE_OF_MEMORY = 0.5
 """The part of the free memory that a run may use if the tenant names no budget."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
-_IN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 2 << 20}
-"""malloc's thresholds, in bytes, while `giving_pages_back` is in force. From 2 MiB a block is mapped by itself, so its
-pages return to the system when it is freed. Page faults are what it costs: docs/memory.md, "In a plain Python program",
-has time and memory. The heap keeps 64 MiB, as provider/serve.py has it."""
-_BETWEEN_STEPS = {_M_TRIM_THRESHOLD: 64 << 20, _M_MMAP_THRESHOLD: 32 << 20}
-"""The thresholds afterwards: those that malloc's own rule reaches once a block of 32 MiB has been freed (mallopt(3),
-DEFAULT_MMAP_THRESHOLD_MAX on 64 bits, and twice that). The rule itself ends with the first call of `mallopt`."""
-_SET_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-_pages_lock = threading.Lock()
-_num_giving_back = 0
+_TRIM_SHARE = 0.02
+"""The part of the time that `give_pages_back` may take. It takes about 12 ms in a heap of some hundred MB."""
+_trim_lock = threading.Lock()
+_next_trim = 0.0
 
 
 def resolve(checkpointing: str | None, gradient_checkpointing: bool, memory_budget_mb: float | None) -> str | None:
@@ -628,9 +622,13 @@ class Checkpointing:
         """
         if self.mode is None:
             return
-        options: dict[str, Any] = {"use_reentrant": False}
-        if self.store is not None:
-            options["context_fn"] = KeptReplies(self.store, run_states(base)).contexts
+        contexts = KeptReplies(self.store, run_states(base)).contexts if self.store is not None else _no_contexts
+
+        def trimming() -> tuple[Any, Any]:
+            first, second = contexts()
+            return _within(_giving_back(), first), _within(_giving_back(), second)
+
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": trimming}
         try:
             base.activation_checkpointing_enable(options)
         except ValueError as exc:
@@ -645,43 +643,44 @@ class Checkpointing:
             self.store.close()
 
 
-@contextlib.contextmanager
-def giving_pages_back() -> Iterator[None]:
-    """Makes malloc return a large block's pages to the system when the block is freed, until the context ends.
+def _no_contexts() -> tuple[Any, Any]:
+    return contextlib.nullcontext(), contextlib.nullcontext()
 
-    By default glibc keeps them, so that the resident memory of a step with checkpointing came close to that of a step
-    without. The thresholds count for the whole process: other threads' large blocks cost page faults meanwhile.
-    Contexts may overlap; the last one that ends puts the thresholds back. The context changes nothing with another
-    libc, and nothing if the environment sets malloc's thresholds (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ or
-    GLIBC_TUNABLES). Used as a decorator, it holds for each call of a function.
-    """
-    global _num_giving_back
-    with _pages_lock:
-        _num_giving_back += 1
-        if _num_giving_back == 1:
-            _set_thresholds(_IN_STEPS)
+
+@contextlib.contextmanager
+def _giving_back() -> Iterator[None]:
+    """Gives pages back when the context ends, however it ends: torch leaves a block's second run by an exception."""
     try:
         yield
     finally:
-        with _pages_lock:
-            _num_giving_back -= 1
-            if _num_giving_back == 0:
-                _set_thresholds(_BETWEEN_STEPS)
+        give_pages_back()
 
 
-def _set_thresholds(values: dict[int, int]) -> None:
-    mallopt = glibc_mallopt()
-    if mallopt is None or any(name in os.environ for name in _SET_BY_USER):
+def give_pages_back() -> None:
+    """Returns the pages of freed tensors to the system, if malloc is glibc's, which keeps them until then.
+
+    Each run of a transformer's block ends with this. Then the tensors of the next run take pages anew, but only once,
+    however often they are freed within the run. With thresholds at which malloc gives back each tensor's pages
+    (`mallopt`), page faults made a step half as slow again. The call does nothing while the calls before it took more
+    than `_TRIM_SHARE` of the time, or while another thread is in it.
+    """
+    global _next_trim
+    trim = glibc_malloc_trim()
+    if trim is None or time.monotonic() < _next_trim or not _trim_lock.acquire(blocking=False):
         return
-    if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
-        return
-    for parameter, value in values.items():
-        mallopt(parameter, value)
+    try:
+        began = time.monotonic()
+        trim(0)
+        now = time.monotonic()
+        _next_trim = now + (now - began) / _TRIM_SHARE
+    finally:
+        _trim_lock.release()
 
 
-def glibc_mallopt() -> Any:
-    """Returns glibc's function `mallopt`; None with a libc that has none."""
-    return getattr(ctypes.CDLL(None), "mallopt", None)
+@functools.cache
+def glibc_malloc_trim() -> Any:
+    """Returns glibc's function `malloc_trim`; None with a libc that has none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def choose(

@@ -43,7 +43,6 @@ from tenant_sdk.training.activation_checkpointing import (
     Checkpointing,
     KeptReplies,
     choose,
-    giving_pages_back,
     has_dropout,
     resolve,
 )
@@ -304,8 +303,6 @@ class _Run:
             if isinstance(trainer, CompletionTrainer):
                 trainer.windows = windows
                 _prepare_loss(trainer, self.session.bucket, num_virtual)
-            if kept.mode is not None or windows is not None:  # a run that saves memory at the expense of time
-                trainer.training_step = giving_pages_back()(trainer.training_step)
             trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
             try:
                 if start is None or not self._restore_finished(trainer, start):

@@ -47,6 +47,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.training.activation_checkpointing import give_pages_back
 from tenant_sdk.training.loss import has_another_loss
 from tenant_sdk.training.token_rows import IGNORE_INDEX
 from wire.errors import ConfigurationError
@@ -571,6 +572,7 @@ class Windows:
                 roots.append(own)
                 gradients.append(own_gradient)
             torch.autograd.backward(roots, gradients)
+            give_pages_back()
         virtual = list(cache.prefix_gradients())
         torch.autograd.backward([own for own, _ in virtual], [gradient for _, gradient in virtual])
 
@@ -594,6 +596,7 @@ class Windows:
                 again.append(second)
                 with first:
                     parts.append(self._pass(inputs, window, seed, cache))
+                give_pages_back()
         last = self._pass(inputs, windows[-1], seeds[-1], cache)
         return torch.cat([*parts, last.detach()], dim=1), last
 

@@ -133,50 +133,36 @@ def test_a_model_without_checkpointing(base: Any, tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture
-def set_here(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Returns the list of the calls of `mallopt`, which is replaced, in a process whose environment does not set it."""
-    calls: list[tuple[int, int]] = []
-    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(activation_checkpointing, "glibc_mallopt", lambda: lambda *call: calls.append(call))
+def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the list of the calls of `malloc_trim`, which is replaced by a function that takes no time."""
+    calls: list[int] = []
+    monkeypatch.setattr(activation_checkpointing, "_next_trim", 0.0)
+    monkeypatch.setattr(activation_checkpointing, "_TRIM_SHARE", 1e6)  # every call is made, however fast they follow
+    monkeypatch.setattr(activation_checkpointing, "glibc_malloc_trim", lambda: calls.append)
     return calls
 
 
-def test_pages_go_back_during_a_step_and_only_then(set_here: list[tuple[int, int]]) -> None:
-    with activation_checkpointing.giving_pages_back():
-        assert dict(set_here)[-3] == 2 << 20
-        with activation_checkpointing.giving_pages_back():  # another run's step, which ends first
-            pass
-        assert len(set_here) == 2
-    assert dict(set_here[2:]) == {-1: 64 << 20, -3: 32 << 20}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("MALLOC_MMAP_THRESHOLD_", "65536"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")]
-)
-def test_thresholds_of_the_user_stay(
-    set_here: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    with activation_checkpointing.giving_pages_back():
-        pass
-    assert set_here == []
+def test_pages_go_back_as_often_as_it_is_worth_its_time(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((1.0, 1.0, 1.5, 2.0, 10.9, 11.6, 11.6, 11.7))
+    monkeypatch.setattr(activation_checkpointing, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(activation_checkpointing, "_TRIM_SHARE", 0.05)
+    for expected in (1, 1, 1, 2):  # the first call took half a second, so the next may come ten seconds later
+        activation_checkpointing.give_pages_back()
+        assert len(trims) == expected
 
 
 def test_another_libc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_checkpointing, "glibc_mallopt", lambda: None)
-    with activation_checkpointing.giving_pages_back():
-        pass
+    monkeypatch.setattr(activation_checkpointing, "glibc_malloc_trim", lambda: None)
+    activation_checkpointing.give_pages_back()
 
 
-@pytest.mark.parametrize(
-    ("mode", "times"), [("replies", QUICK["max_steps"]), ("recompute", QUICK["max_steps"]), (None, 0)]
-)
-def test_each_step_that_saves_memory_gives_pages_back(
-    set_here: list[tuple[int, int]], chat_client: Any, tmp_path: Path, mode: str | None, times: int
+@pytest.mark.parametrize(("mode", "times"), [("replies", 2), ("recompute", 2), (None, 0)])
+def test_each_run_of_a_block_gives_pages_back(
+    trims: list[int], chat_client: Any, tmp_path: Path, mode: str | None, times: int
 ) -> None:
     chat_client.finetune(ROWS, lora(), tmp_path / "out", **{**QUICK, "checkpointing": mode})
-    assert [value for name, value in set_here if name == -3] == [2 << 20, 32 << 20] * times
+    num_blocks = chat_client.load_model().config.num_hidden_layers
+    assert len(trims) == QUICK["max_steps"] * num_blocks * times
 
 
 REPLIES: dict[str, Any] = {**QUICK, "checkpointing": "replies", "memory_budget_mb": 0}
