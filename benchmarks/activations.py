@@ -44,7 +44,7 @@ METHODS = ("lora", "ia3", "prefix")
 """The adapters: LoRA of rank 16 on all linear layers; IA3 on k, v and down, as in its paper; 32 tokens of prefix
 tuning. PEFT has no bottleneck adapter (an additional layer of a small width inside a block)."""
 MALLOC = ("fixed", "default")
-"""What malloc's thresholds are in the measured process: fixed from its start, or left to glibc and to `finetune`."""
+"""What malloc's thresholds are in the measured process: fixed from its start, or left to glibc."""
 SHORT = 16
 """The number of tokens of the step before the measurement."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

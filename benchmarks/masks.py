@@ -77,9 +77,13 @@ class Making:
         degree, rank = self._parameters.ring_degree, self._parameters.rank
         secrets = sampling.ternary(self._rng, (num_blocks, rank, degree))
         secrets_hat = negacyclic.secret_transform(secrets)
-        error = sampling.error(self._rng, (num_blocks, degree, features), self._parameters)
-        negacyclic.combine(self._public.first(features), secrets_hat, error)
-        negacyclic.product(hint, secrets_hat, self._parameters)
+        negacyclic.masks_and_effects(
+            self._public.first(features),
+            secrets_hat,
+            hint,
+            lambda shape: sampling.error(self._rng, shape, self._parameters),
+            self._parameters,
+        )
 
 
 def local_forward(num_layers: int, tokens: int) -> Callable[[], None]:

@@ -194,24 +194,40 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
 
     def work(starts: Iterator[int]) -> None:
         for start in starts:
-            count_ones(rng, ones[start : start + _BATCH], 2 * eta)
+            count_ones(rng, ones[start : start + _BATCH], 2 * eta, eta)
 
-    share(work, range(0, ones.size, _BATCH))
-    ones -= np.uint8(eta)  # Below zero this wraps to the two's complement of an int8.
+    starts = range(0, ones.size, _BATCH)
+    if len(starts) == 1:
+        work(iter(starts))
+    else:
+        share(work, starts)
     return torch.from_numpy(ones.view(np.int8)).view(*shape)
 
 
-def count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
-    """Writes to each element of `out` the number of ones among `num_bits` fresh bits."""
+_local = threading.local()
+
+
+def _buffer(num_bytes: int) -> Bytes:
+    """Returns memory of the calling thread, which its next call uses again, since fresh pages cost time."""
+    kept: Bytes | None = getattr(_local, "buffer", None)
+    if kept is None or kept.size < num_bytes:
+        kept = _local.buffer = np.empty(num_bytes, dtype=np.uint8)
+    return kept[:num_bytes]
+
+
+def count_ones(rng: Csprng, out: Bytes, num_bits: int, mean: int) -> None:
+    """Writes to each element of `out` the number of ones among `num_bits` fresh bits, minus `mean`. Below zero this
+    wraps to the two's complement of an int8."""
     count, whole, rest = out.size, num_bits // 8, num_bits % 8
     share = 8 // rest if rest else 1  # This many samples share one byte for their remaining bits.
     width = -(-count // share)
-    drawn = rng.array(whole * count + (width if rest else 0))
+    drawn = _buffer(whole * count + (width if rest else 0))
+    rng.fill(drawn)
     if kernels.available():
-        kernels.count_ones(drawn, out, whole, rest)
+        kernels.count_ones(drawn, out, whole, rest, mean)
         return
     ones = np.bitwise_count(drawn[: whole * count].reshape(whole, count))
-    out[:] = 0
+    out[:] = -mean & 0xFF
     for plane in ones:
         out += plane
     for part in range(share if rest else 0):

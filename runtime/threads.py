@@ -132,7 +132,7 @@ class Workers:
 _helpers = Workers("veilbase-products")
 
 
-def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
+def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item], workers: Workers = _helpers) -> None:
     """Runs `work` in the calling thread and in helper threads, all with one iterator, so that each item goes to one
     thread.
 
@@ -142,6 +142,11 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
     The number of threads is the number that torch uses in the calling thread. The call does not wait for helper threads
     that are busy with other work. No helper thread spins after its last item, as OpenMP's threads would; a tenant on
     the same machine, or the thread that encrypts, can use that core.
+
+    Args:
+        work: takes items until there are none.
+        items: the items.
+        workers: the threads that help.
 
     Raises:
         Whatever `work` raised, after all helper threads that had begun are done with it.
@@ -156,7 +161,7 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
         # If the machine has no thread left, or the process is ending, there are fewer helpers.
         with contextlib.suppress(RuntimeError):
             for _ in range(num_helpers):
-                helpers.append(_helpers.submit(work, queue))
+                helpers.append(workers.submit(work, queue))
         work(queue)
     finally:
         deque(queue, maxlen=0)  # After an error, a helper that begins late finds nothing to do.

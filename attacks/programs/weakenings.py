@@ -39,7 +39,7 @@ from attacks.victim.draws import Statistics, Watch
 from noise import sampling
 from noise.masks.lattice import Lattice
 from noise.params import PARAMETERS, LatticeParameters
-from noise.polynomial import kernels
+from noise.polynomial import kernels, negacyclic
 from provider.embedded import serve_in_process
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import NotVerifiedWarning
@@ -77,8 +77,21 @@ class Weakness:
 
 @contextlib.contextmanager
 def _sampling(name: str, made_of: Callable[[_Draw], _Draw]) -> Iterator[None]:
-    with mock.patch.object(sampling, name, made_of(getattr(sampling, name))):
+    """Replaces a sampler. The errors of blocks are then drawn all at once, not a few columns at a time, so that the
+    replacement sees whole blocks."""
+    with (
+        mock.patch.object(sampling, name, made_of(getattr(sampling, name))),
+        mock.patch.object(negacyclic, "masks_and_effects", _with_whole_errors),
+    ):
         yield
+
+
+def _with_whole_errors(
+    matrix_hat: Any, secrets_hat: torch.Tensor, hint: Any, draw: Callable[..., torch.Tensor], parameters: Any
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    error = draw((secrets_hat.shape[0], parameters.ring_degree, matrix_hat.features))
+    masks = negacyclic.combine(matrix_hat, secrets_hat, error)
+    return masks, negacyclic.product(hint, secrets_hat, parameters)
 
 
 def _binary(draw: _Draw) -> _Draw:

@@ -209,6 +209,7 @@ class Watch:
                 (sampling, "error", self._error),
                 (negacyclic, "secret_transform", self._secret_transform),
                 (negacyclic, "combine", self._combined),
+                (negacyclic, "masks_and_effects", self._combined),
                 (Lattice, "_make_blocks", functools.partial(self._made, False)),
                 (Lattice, "_make_pieces", functools.partial(self._made, True)),
             ):

@@ -28,7 +28,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
@@ -37,7 +36,8 @@ import torch
 from noise.blocks.arena import arena, joined
 from noise.blocks.slots import Origin, Slots
 from noise.scheme import GroupSpec
-from runtime.threads import Workers, all_cores
+from runtime import threads
+from runtime.threads import Workers, all_cores, one_core
 from wire.errors import MaskError
 from wire.frame import ITEM_BYTES, Direction
 
@@ -66,37 +66,14 @@ them for seconds, and a product does not wait for helpers that are busy."""
 
 
 def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
-    """Runs `work` in several threads at once, all with one iterator, so that each item goes to one thread.
+    """Runs `work` in the calling thread and in this module's threads (see `runtime.threads.share`). Gradients are off
+    in `work`, and a torch operation in it uses one core."""
 
-    The number of threads is the number that torch uses in the calling thread (`torch.set_num_threads`), but at most one
-    for each item. If this is one, or no thread can be started, the calling thread itself runs `work`. Gradients are off
-    in `work`.
-
-    Raises:
-        The error of one of the threads in which `work` failed, after all threads have ended.
-    """
-    num_workers = min(torch.get_num_threads(), len(items))
-    queue = iter(items)  # This is the iterator of a sequence, whose next() is atomic.
-
-    def run() -> None:
-        with torch.inference_mode():
+    def run(queue: Iterator[Item]) -> None:
+        with torch.inference_mode(), one_core():
             work(queue)
 
-    if num_workers <= 1:
-        run()
-        return
-    pending: list[Future[None]] = []
-    try:
-        with contextlib.suppress(RuntimeError):  # The machine has no thread left, or the process ends.
-            for _ in range(num_workers):
-                pending.append(_workers.submit(run))
-        if not pending:
-            run()
-        failures = [exc for exc in (future.exception() for future in pending) if exc is not None]
-    finally:
-        deque(queue, maxlen=0)  # After an error, a thread that begins late finds nothing to do.
-    if failures:
-        raise failures[0]
+    threads.share(run, items, _workers)
 
 
 def alone(work: Callable[[], Result]) -> Result:

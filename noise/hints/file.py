@@ -32,7 +32,7 @@ import numpy.typing as npt
 import torch
 
 from noise.disk.private_files import sync_folder
-from noise.polynomial.kernels import PACKED_BYTES, PackedColumns
+from noise.polynomial.kernels import LANES, PackedMatrix
 from wire.errors import ConfigurationError, InvalidTensor, MaskError
 from wire.limits import MAX_FEATURES
 
@@ -215,9 +215,10 @@ class Hint(ABC):
             raise InvalidTensor(f"a hint of {self.features} features has no columns {start} to {stop}")
         return self._load(start, stop)
 
-    def packed(self, start: int, stop: int) -> PackedColumns | None:
-        """Returns some columns as they are stored, for the compiled products of noise/polynomial/kernels.py; None if
-        this hint does not store them in the form that these read. A tile that fails its checksum raises MaskError."""
+    def packed(self, start: int, stop: int) -> PackedMatrix | None:
+        """Returns the whole hint as it is stored, for products with the compiled code of noise/polynomial/kernels.py,
+        after the checksums of the given columns have been verified; None if this hint is not stored in the form that
+        the code reads. A tile that fails its checksum raises MaskError."""
         return None
 
     @abstractmethod
@@ -236,6 +237,11 @@ class MappedHint(Hint):
         self._file = file
         self._bytes = np.frombuffer(file, dtype=np.uint8)
         self._checked = bytearray(layout.num_tiles)
+        is_packed = layout.dropped_bits == _BYTE_BITS and layout.features % LANES == 0
+        first, _ = layout.span(0, range(0))
+        self._packed = (
+            PackedMatrix(self._bytes, first, layout.rows, layout.features, TILE_FEATURES) if is_packed else None
+        )
 
     @classmethod
     def open(cls, path: Path, layout: Layout, key: Mapping[str, str]) -> MappedHint | None:
@@ -270,18 +276,14 @@ class MappedHint(Hint):
             self._decode(tile, left - begin, numbers[:, left - first : right - first])
         return torch.from_numpy(numbers)[:, start - first : stop - first].contiguous()
 
-    def packed(self, start: int, stop: int) -> PackedColumns | None:
-        """Returns some columns of one tile as they lie in the file, if each number has three bytes there and the
-        columns are a multiple of four; if not, None."""
-        tile, layout = start // TILE_FEATURES, self._layout
-        columns = layout.columns(tile)
-        if layout.dropped_bits != _BYTE_BITS or (stop - start) % 4 or not columns.start <= start < stop <= columns.stop:
-            return None
-        offset, num_bytes = layout.span(tile, range(layout.rows))
-        if not self._checked[tile]:
-            self._check(tile, offset, num_bytes)
-        first = offset + (start - columns.start) * PACKED_BYTES
-        return PackedColumns(self._bytes, first, layout.row_bytes(tile))
+    def packed(self, start: int, stop: int) -> PackedMatrix | None:
+        """Returns the whole hint as it lies in the file, after the tiles of some columns have been checked; None if its
+        numbers do not have three bytes each, or its columns are no multiple of four."""
+        if self._packed is not None:
+            for tile in range(start // TILE_FEATURES, -(-stop // TILE_FEATURES)):
+                if not self._checked[tile]:
+                    self._check(tile, *self._layout.span(tile, range(self.rows)))
+        return self._packed
 
     def _decode(self, tile: int, column: int, out: npt.NDArray[np.int32]) -> None:
         """Fills `out` with the columns of a tile, starting from `column`."""

@@ -213,10 +213,14 @@ class Lattice:
         if isinstance(self.polynomials, DeviceProducts):
             masks = self.polynomials.combine(self._matrix(epoch, request_cols), secrets_hat)
             self.polynomials.add_error(masks, self._rng, self.parameters)
+            effects = self.polynomials.product(hint, secrets_hat, self.parameters)
         else:
-            error = sampling.error(self._rng, (num_blocks, degree, request_cols), self.parameters)
-            masks = self.polynomials.combine(self._matrix(epoch, request_cols), secrets_hat, error)
-        effects = self.polynomials.product(hint, secrets_hat, self.parameters)
+
+            def draw(shape: Sequence[int]) -> torch.Tensor:
+                return sampling.error(self._rng, shape, self.parameters)
+
+            matrix_hat = self._matrix(epoch, request_cols)
+            masks, effects = negacyclic.masks_and_effects(matrix_hat, secrets_hat, hint, draw, self.parameters)
         self._forget(secrets_hat)
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
 

@@ -20,12 +20,14 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #define AVX2 __attribute__((target("avx2,fma")))
 #define LANES 4
 #define COMPLEX (2 * LANES)         /* doubles of one complex number in every lane */
 #define GROUPS 4                    /* groups of lanes that are done one after the other before rows are written out */
 #define WIDTH (GROUPS * LANES)      /* 16 features: a cache line of int32 */
+#define PACKED_BYTES 3              /* of a number whose low byte is zero */
 #define ROUNDER 6755399441055744.0  /* 1.5 * 2^52: the low 32 bits of x + this are round(x) mod 2^32 */
 
 typedef struct {
@@ -210,7 +212,7 @@ AVX2 static void transform_columns(const char *matrix, int64_t row_bytes, int is
         int32_t lanes = (int32_t)MIN(LANES, features - c);
         __m128i kept = _mm_cmpgt_epi32(_mm_set1_epi32(lanes), _mm_setr_epi32(0, 1, 2, 3));
         for (int64_t i = 0; i < rank; i++, out += half * COMPLEX) {
-            source from = {matrix + i * degree * row_bytes + c * (is_packed ? 3 : 4), row_bytes, kept};
+            source from = {matrix + i * degree * row_bytes + c * (is_packed ? PACKED_BYTES : 4), row_bytes, kept};
             if (is_packed) transform_lanes(out, from, PACKED, half, twiddles);
             else if (lanes == LANES) transform_lanes(out, from, WHOLE, half, twiddles);
             else transform_lanes(out, from, PARTIAL, half, twiddles);
@@ -299,10 +301,10 @@ AVX2 static void write_rows(int32_t *out, int64_t stride, const int32_t *rows, i
 }
 
 typedef struct {
-    int64_t num_blocks, rank, degree;
+    int64_t num_blocks, rank, degree, first;
     const double *twiddles_end;
     const double *secrets;                  /* num_blocks x rank x N/2 x 2 */
-    const char *error;                      /* or NULL */
+    const char *error;                      /* of the features from `first` on, or NULL */
     int64_t error_bytes, error_row, error_block;
     int32_t *const *out;                    /* num_blocks pointers to N rows each */
     int64_t out_row;
@@ -361,7 +363,8 @@ AVX2 static __m256i combine_lanes(const task *all, const double *hat, const doub
 /* Writes up to WIDTH features of all blocks, from column `feature` on, whose rows `combine_lanes` made. */
 AVX2 static void write_width(const task *all, int64_t feature, int64_t width) {
     for (int64_t b = 0; b < all->num_blocks; b++) {
-        const char *error = all->error ? all->error + (b * all->error_block + feature) * all->error_bytes : NULL;
+        int64_t place = b * all->error_block + feature - all->first;
+        const char *error = all->error ? all->error + place * all->error_bytes : NULL;
         write_rows(all->out[b] + feature, all->out_row, all->rows + b * all->degree * WIDTH, all->degree, width,
                    error, all->error_bytes, all->error_row);
     }
@@ -371,7 +374,7 @@ AVX2 static void write_width(const task *all, int64_t feature, int64_t width) {
 
 /* Returns the version of these functions' signatures. It grows by one with every change of them, here and in kernels.py. */
 int veilbase_masks_version(void) {
-    return 3;
+    return 4;
 }
 
 /* Tells whether processor and operating system have what the rest of this file needs: AVX2 and FMA, and registers saved. */
@@ -398,39 +401,77 @@ void veilbase_transform(const int32_t *matrix, int64_t stride, int64_t rank, int
 }
 
 /*
+ * Transforms `count` polynomials of N int8 numbers, one after the other, and divides by N/2.
+ * out: for each N/2 complex numbers. scratch: N/2 numbers in LANES lanes.
+ */
+AVX2 void veilbase_transform_secrets(const int8_t *secrets, int64_t count, int64_t degree, const double *twiddles, double *out,
+                                     double *scratch) {
+    int64_t half = degree / 2;
+    double scale = 1.0 / (double)half; /* a power of two, so the products are exact */
+    for (int64_t i = 0; i < count; i += LANES) {
+        int64_t lanes = MIN(LANES, count - i);
+        for (int64_t j = 0; j < half; j++) {
+            for (int64_t l = 0; l < LANES; l++) {
+                const int8_t *polynomial = secrets + (i + l) * degree;
+                scratch[j * COMPLEX + l] = l < lanes ? polynomial[j] : 0;
+                scratch[j * COMPLEX + LANES + l] = l < lanes ? polynomial[half + j] : 0;
+            }
+        }
+        reduce(scratch, half, half, twiddles);
+        for (int64_t l = 0; l < lanes; l++, out += degree) {
+            for (int64_t j = 0; j < half; j++) {
+                out[2 * j] = scratch[j * COMPLEX + l] * scale;
+                out[2 * j + 1] = scratch[j * COMPLEX + LANES + l] * scale;
+            }
+        }
+    }
+    memset(scratch, 0, (size_t)(half * COMPLEX) * sizeof *scratch); /* It outlives this call. */
+}
+
+/*
  * Computes features `first` to `last` of a product, of all blocks, plus an error.
  *
  * hat: the result of `veilbase_transform`, from feature `first` on, which begins a group of LANES; or NULL.
- * matrix: if hat is NULL, the matrix's numbers, from feature `first` on: int32, or, if `is_packed`, the high three bytes
- * of each; then four bytes before the first may be read, and the features are a multiple of LANES.
- * secrets: num_blocks x rank x N/2 complex numbers, divided by N/2. error: NULL, or integers of 1, 2 or 4 bytes, which are
- * added. out: for each block, where its N rows begin. Strides are in numbers, those of the matrix in bytes. scratch: see
- * `veilbase_mask_scratch`.
+ * matrix: if hat is NULL, the matrix's numbers. If `tile` is 0: int32, from feature `first` on, `row_bytes` from row to
+ * row. If not: the whole matrix of `features` columns, in tiles of `tile` columns, one after the other; of each number
+ * the high three bytes, row after row. Then `tile`, `first` and all features are multiples of LANES, and the four bytes
+ * before the matrix may be read.
+ * secrets: num_blocks x rank x N/2 complex numbers, divided by N/2. error: NULL, or integers of 1, 2 or 4 bytes, from
+ * feature `first` on, which are added. out: for each block, where its N rows begin. Strides are in numbers, those of the
+ * matrix in bytes. scratch: see `veilbase_mask_scratch`.
  * Returns a bound of the distances of the coefficients to the nearest integers, above the largest by less than one part
  * in a million; infinity if one was not a number.
  */
-AVX2 double veilbase_combine(const double *hat, const char *matrix, int64_t row_bytes, int64_t is_packed, const double *secrets,
-                     int64_t num_blocks, int64_t rank, int64_t degree, int64_t first, int64_t last, const double *twiddles,
-                     int64_t num_twiddles, const char *error, int64_t error_bytes, int64_t error_row, int64_t error_block,
-                     int32_t *const *out, int64_t out_row, double *scratch) {
-    int64_t half = degree / 2, group_doubles = rank * half * COMPLEX, number_bytes = is_packed ? 3 : 4;
+AVX2 double veilbase_combine(const double *hat, const char *matrix, int64_t row_bytes, int64_t tile, int64_t features,
+                             const double *secrets, int64_t num_blocks, int64_t rank, int64_t degree, int64_t first,
+                             int64_t last, const double *twiddles, int64_t num_twiddles, const char *error,
+                             int64_t error_bytes, int64_t error_row, int64_t error_block, int32_t *const *out,
+                             int64_t out_row, double *scratch) {
+    int64_t half = degree / 2, group_doubles = rank * half * COMPLEX;
     double *numbers = scratch, *made = numbers + half * COMPLEX;
-    task all = {num_blocks, rank, degree, twiddles + num_twiddles, secrets, error, error_bytes, error_row, error_block,
+    task all = {num_blocks, rank, degree, first, twiddles + num_twiddles, secrets, error, error_bytes, error_row, error_block,
                 out, out_row, numbers, (int32_t *)(made + group_doubles)};
     __m256i seen = _mm256_setzero_si256();
     for (int64_t c = first; c < last; c += WIDTH) {
         int64_t width = MIN(WIDTH, last - c);
         for (int64_t g = 0; g * LANES < width; g++) { /* The transforms of a group are in the cache for all blocks. */
-            int64_t from = c - first + g * LANES;
-            const double *values = hat ? hat + from / LANES * group_doubles : made;
-            if (!hat)
-                transform_columns(matrix + from * number_bytes, row_bytes, (int)is_packed, rank, degree,
-                                  MIN(LANES, width - g * LANES), twiddles, made);
+            int64_t from = c + g * LANES, lanes = MIN(LANES, width - g * LANES);
+            const double *values = hat ? hat + (from - first) / LANES * group_doubles : made;
+            if (!hat && tile) {
+                int64_t begin = from / tile * tile, row = PACKED_BYTES * MIN(tile, features - begin);
+                const char *at = matrix + PACKED_BYTES * (begin * rank * degree + from - begin);
+                transform_columns(at, row, 1, rank, degree, lanes, twiddles, made);
+            } else if (!hat) {
+                transform_columns(matrix + (from - first) * 4, row_bytes, 0, rank, degree, lanes, twiddles, made);
+            }
             for (int64_t b = 0; b < num_blocks; b++)
                 seen = combine_lanes(&all, values, secrets + b * rank * half * 2, all.rows + (b * GROUPS + g) * degree * LANES, seen);
         }
         write_width(&all, c, width);
     }
+    /* The scratch memory outlives this call, and rows without an error give the secret away. */
+    memset(numbers, 0, (size_t)(half * COMPLEX) * sizeof *numbers);
+    memset(all.rows, 0, (size_t)(num_blocks * degree * WIDTH) * sizeof *all.rows);
     _mm_sfence(); /* Threads that are notified after this see the stores that bypassed the caches. */
     return bound(seen);
 }
@@ -446,19 +487,20 @@ AVX2 INLINE __m256i ones(__m256i bytes) {
 }
 
 /*
- * Writes to each of `count` bytes the number of ones among its random bits: one byte of each of `planes` planes of
- * `count` bytes, and `rest` bits (below 8) of the bytes behind the planes, each of which serves 8 / rest samples.
+ * Writes to each of `count` bytes the number of ones among its random bits, minus `mean`: one byte of each of `planes`
+ * planes of `count` bytes, and `rest` bits (below 8) of the bytes behind the planes, each of which serves 8 / rest
+ * samples.
  */
-AVX2 void veilbase_count_ones(const uint8_t *drawn, int64_t count, int64_t planes, int64_t rest, uint8_t *out) {
+AVX2 void veilbase_count_ones(const uint8_t *drawn, int64_t count, int64_t planes, int64_t rest, int64_t mean, uint8_t *out) {
     int64_t c = 0;
     for (; c + 32 <= count; c += 32) {
-        __m256i sum = _mm256_setzero_si256();
+        __m256i sum = _mm256_set1_epi8((char)-mean);
         for (int64_t p = 0; p < planes; p++)
             sum = _mm256_add_epi8(sum, ones(_mm256_loadu_si256((const __m256i *)(drawn + p * count + c))));
         _mm256_storeu_si256((__m256i *)(out + c), sum);
     }
     for (; c < count; c++) {
-        out[c] = 0;
+        out[c] = (uint8_t)-mean;
         for (int64_t p = 0; p < planes; p++) out[c] += (uint8_t)__builtin_popcount(drawn[p * count + c]);
     }
     int64_t parts = rest ? 8 / rest : 0, width = rest ? (count + parts - 1) / parts : 0;

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,7 +33,7 @@ WIDTH = 16
 PACKED_BYTES = 3
 """The bytes of a packed number, whose low byte is zero and not stored."""
 
-_VERSION = 3
+_VERSION = 4
 """The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
 
 
@@ -41,15 +42,17 @@ _FUNCTIONS: dict[str, Signature] = {
     "veilbase_mask_scratch": ([COUNT] * 3, COUNT),
     # matrix, stride, rank, degree, features, twiddles, out
     "veilbase_transform": ([POINTER, *[COUNT] * 4, *[POINTER] * 2], None),
-    # hat, matrix, its bytes a row, whether it is packed, secrets, blocks, rank, degree, first, last, twiddles, how
-    # many, error, its bytes and strides, pointers to out, its stride, scratch
+    # hat, matrix, its bytes a row, columns of a tile, all columns, secrets, blocks, rank, degree, first, last,
+    # twiddles, how many, error, its bytes and strides, pointers to out, its stride, scratch
     "veilbase_combine": (
-        [*[POINTER] * 2, *[COUNT] * 2, POINTER, *[COUNT] * 5, POINTER, COUNT, POINTER, *[COUNT] * 3, POINTER, COUNT,
+        [*[POINTER] * 2, *[COUNT] * 3, POINTER, *[COUNT] * 5, POINTER, COUNT, POINTER, *[COUNT] * 3, POINTER, COUNT,
          POINTER],
         ctypes.c_double,
     ),
-    # drawn, samples, planes, rest, out
-    "veilbase_count_ones": ([POINTER, *[COUNT] * 3, POINTER], None),
+    # secrets, how many, degree, twiddles, out, scratch
+    "veilbase_transform_secrets": ([POINTER, *[COUNT] * 2, *[POINTER] * 3], None),
+    # drawn, samples, planes, rest, mean, out
+    "veilbase_count_ones": ([POINTER, *[COUNT] * 4, POINTER], None),
 }  # fmt: skip
 """The compiled functions, with the types of their arguments and results."""
 
@@ -87,9 +90,9 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
     matrix = _rows(matrix, rank * degree)
     features, half = matrix.shape[1], degree // 2
     made = torch.empty(-(-features // LANES), rank, half, 2, LANES, dtype=torch.float64, device="cpu")
-    table = twiddles(half)
+    table = _table(half)
     _loaded().veilbase_transform(
-        matrix.data_ptr(), matrix.stride(0), rank, degree, features, table.ctypes.data, made.data_ptr()
+        matrix.data_ptr(), matrix.stride(0), rank, degree, features, table.place, made.data_ptr()
     )
     return made
 
@@ -99,89 +102,133 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
     power of two, so the division is exact.
 
     Args:
-        secrets: int8, shape (B, k, N), CPU.
+        secrets: int8, shape (B, k, N), CPU, contiguous.
 
     Returns:
         float64, shape (B, k, N/2, 2).
+
+    Raises:
+        ConfigurationError: the secrets have another type, device or layout.
     """
+    if secrets.dtype != torch.int8 or secrets.dim() != 3 or not secrets.is_contiguous() or not secrets.is_cpu:
+        raise ConfigurationError(f"expected int8 secrets, got {secrets.dtype} of {tuple(secrets.shape)}")
     num_blocks, rank, degree = secrets.shape
-    lanes = transform(secrets.reshape(num_blocks * rank, degree).t().to(torch.int32), 1, degree)
-    # (groups, 1, N/2, 2, LANES) -> (groups · LANES, N/2, 2)
-    each = lanes.squeeze(1).permute(0, 3, 1, 2).reshape(-1, degree // 2, 2)
-    scaled = each[: num_blocks * rank] / (degree // 2)
-    return scaled.reshape(num_blocks, rank, degree // 2, 2).contiguous()
+    made = torch.empty(num_blocks, rank, degree // 2, 2, dtype=torch.float64, device="cpu")
+    scratch, table = _scratch(degree * LANES), _table(degree // 2)
+    _loaded().veilbase_transform_secrets(
+        secrets.data_ptr(), num_blocks * rank, degree, table.place, made.data_ptr(), scratch.data_ptr()
+    )
+    return made
 
 
 @dataclass(frozen=True, eq=False)
-class PackedColumns:
-    """Holds some columns of an int32 matrix whose numbers end in eight zero bits, as they lie in a file: the high three
-    bytes of each number, little-endian, row after row.
+class PackedMatrix:
+    """Holds an int32 matrix whose numbers end in eight zero bits, as it lies in a file: tiles of columns, one after the
+    other, the last of which may be narrower; in a tile row after row, of each number the high three bytes,
+    little-endian.
 
     Attributes:
-        data: uint8, one-dimensional; the bytes of the file.
-        first: the index in `data` of the first column's number in the first row, at least 4.
-        row_bytes: the bytes from one row to the next.
+        data: uint8, one-dimensional, contiguous; the bytes of the file.
+        first: the index in `data` of the first tile, at least 4.
+        num_rows: the number of rows, k·N.
+        features: the number of columns, a multiple of `LANES`.
+        tile_features: how many columns a tile has, a multiple of `LANES`.
     """
 
     data: npt.NDArray[np.uint8]
     first: int
-    row_bytes: int
+    num_rows: int
+    features: int
+    tile_features: int
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError if the matrix does not lie in its data."""
+        data, last = self.data, self.first + PACKED_BYTES * self.num_rows * self.features
+        is_right = data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
+        is_right &= self.tile_features > 0 and self.tile_features % LANES == self.features % LANES == 0
+        if not is_right or self.num_rows < 0 or self.features < 0 or not 4 <= self.first <= last <= data.size:
+            raise ConfigurationError("a packed matrix that does not lie in its data")
+
+    @functools.cached_property
+    def place(self) -> int:
+        """Returns the address of the first tile."""
+        return int(self.data.ctypes.data) + self.first
+
+
+class Rows:
+    """Refers to the memory of the rows of some blocks, to which products are written. Threads may share it."""
+
+    def __init__(self, out: Sequence[torch.Tensor]) -> None:
+        """Checks the memory.
+
+        Args:
+            out: for each block int32, shape (N, features), CPU, all with the same stride from row to row, the numbers
+                of a row contiguous.
+
+        Raises:
+            ConfigurationError: the tensors have other shapes, types, devices or layouts.
+        """
+        self._out = tuple(out)
+        is_right = bool(out) and out[0].dim() == 2
+        for each in out:
+            is_right &= each.dtype == torch.int32 and each.shape == out[0].shape and _has_rows(each)
+            is_right &= each.stride() == out[0].stride()
+        if not is_right:
+            raise ConfigurationError("expected rows of blocks, int32 and of one shape")
+        self.shape, self.stride = (len(out), *out[0].shape), out[0].stride(0)
+        self.pointers = torch.tensor([each.data_ptr() for each in out], dtype=torch.int64, device="cpu")
+
+
+_local = threading.local()
+
+
+def _scratch(num_doubles: int) -> torch.Tensor:
+    """Returns memory of the calling thread, which its next call uses again, since fresh pages cost time."""
+    kept: torch.Tensor | None = getattr(_local, "scratch", None)
+    if kept is None or kept.numel() < num_doubles:
+        kept = _local.scratch = torch.empty(num_doubles, dtype=torch.float64, device="cpu")
+    return kept
 
 
 class Combiner:
-    """Multiplies matrices by the secrets of some blocks. Each thread needs a combiner of its own, since a combiner
-    holds scratch memory."""
+    """Multiplies matrices by the secrets of some blocks. Threads may share it."""
 
-    def __init__(
-        self, secrets_hat: torch.Tensor, out: Sequence[torch.Tensor], error: torch.Tensor | None = None
-    ) -> None:
-        """Checks the arguments and allocates scratch memory for products with these secrets.
+    def __init__(self, secrets_hat: torch.Tensor) -> None:
+        """Checks the secrets.
 
         Args:
             secrets_hat: the result of `secret_transform`.
-            out: for each block int32, shape (N, features), CPU, all with the same stride from row to row, the numbers
-                of a row contiguous; the products are written to them.
-            error: int8, int16 or int32, shape (B, N, features), CPU, the numbers of a row contiguous, which is added to
-                the products; or None.
 
         Raises:
-            ConfigurationError: an argument has another shape, type, device or layout.
+            ConfigurationError: the secrets have another shape, type, device or layout.
         """
         self._library = _loaded()
         num_blocks, rank, half, two = secrets_hat.shape
-        self._shape = num_blocks, rank, 2 * half
-        self._secrets, self._out, self._error = secrets_hat, tuple(out), error
-        is_right = (
-            secrets_hat.dtype == torch.float64 and secrets_hat.is_contiguous() and two == 2 and secrets_hat.is_cpu
-        )
-        is_right &= len(out) == num_blocks > 0 and half > 0 and half & (half - 1) == 0
-        for each in out:
-            is_right &= each.dtype == torch.int32 and each.shape == (2 * half, out[0].shape[-1]) and _has_rows(each)
-            is_right &= each.stride() == out[0].stride()
-        if is_right and error is not None:
-            is_right = error.dtype in (torch.int8, torch.int16, torch.int32) and _has_rows(error)
-            is_right &= error.shape == (num_blocks, *out[0].shape)
-        if not is_right:
-            raise ConfigurationError("secrets, errors and masks do not fit each other")
-        self._row_stride, self._features = out[0].stride(0), out[0].shape[1]
-        self._pointers = torch.tensor([each.data_ptr() for each in out], dtype=torch.int64, device="cpu")
-        self._table = torch.from_numpy(twiddles(half))
-        num_doubles = self._library.veilbase_mask_scratch(num_blocks, rank, 2 * half)
-        self._scratch = torch.empty(num_doubles, dtype=torch.float64, device="cpu")
+        is_right = secrets_hat.dtype == torch.float64 and secrets_hat.is_contiguous() and secrets_hat.is_cpu
+        if not is_right or two != 2 or num_blocks == 0 or half <= 0 or half & (half - 1):
+            raise ConfigurationError("expected transforms of secrets")
+        self._shape, self._secrets = (num_blocks, rank, 2 * half), secrets_hat
+        self._table = _table(half)
+        self._num_doubles = self._library.veilbase_mask_scratch(num_blocks, rank, 2 * half)
 
-    def by_transforms(self, matrix_hat: torch.Tensor, start: int, stop: int) -> float:
+    def by_transforms(
+        self, matrix_hat: torch.Tensor, rows: Rows, start: int, stop: int, error: torch.Tensor | None = None
+    ) -> float:
         """Writes features `start` to `stop` of the products, from a matrix's transforms.
 
         Args:
             matrix_hat: the result of `transform`, for at least these features.
+            rows: where the products are written.
             start, stop: the range of features; `start` is a multiple of `LANES`.
+            error: int8, int16 or int32, shape (B, N, stop − start), CPU, the numbers of a row contiguous, which is
+                added to the products; or None.
 
         Returns:
             A bound of the distances of the coefficients to the nearest integers, above the largest by less than one
             part in a million; infinity if a coefficient was NaN.
 
         Raises:
-            ConfigurationError: the transforms or the range do not fit.
+            ConfigurationError: an argument or the range does not fit.
         """
         _, rank, degree = self._shape
         groups = matrix_hat[start // LANES : -(-stop // LANES)]
@@ -189,50 +236,61 @@ class Combiner:
         is_whole = groups.dtype == torch.float64 and groups.is_contiguous() and groups.is_cpu
         if start % LANES or groups.shape != shape or not is_whole:
             raise ConfigurationError("transforms of another shape, or not from the first feature of a group")
-        return self._combine(groups.data_ptr(), None, 0, False, start, stop)
+        return self._combine((groups.data_ptr(), None, 0, 0, 0), rows, start, stop, error)
 
-    def by_matrix(self, matrix: torch.Tensor, start: int, stop: int) -> float:
+    def by_matrix(
+        self, matrix: torch.Tensor, rows: Rows, start: int, stop: int, error: torch.Tensor | None = None
+    ) -> float:
         """Writes features `start` to `stop` of the products, and returns what `by_transforms` returns. `matrix` holds
         these features of the matrix itself: int32, shape (k·N, stop − start), any strides."""
         _, rank, degree = self._shape
         matrix = _rows(matrix, rank * degree)
         if matrix.shape[1] != stop - start:
             raise ConfigurationError(f"expected {stop - start} features, got {matrix.shape[1]}")
-        return self._combine(None, matrix.data_ptr(), 4 * matrix.stride(0), False, start, stop)
+        return self._combine((None, matrix.data_ptr(), 4 * matrix.stride(0), 0, 0), rows, start, stop, error)
 
-    def by_packed(self, columns: PackedColumns, start: int, stop: int) -> float:
-        """Writes features `start` to `stop` of the products, and returns what `by_transforms` returns. `columns` holds
-        these features of the matrix itself."""
+    def by_packed(
+        self, matrix: PackedMatrix, rows: Rows, start: int, stop: int, error: torch.Tensor | None = None
+    ) -> float:
+        """Writes features `start` to `stop` of the products, and returns what `by_transforms` returns. Both are
+        multiples of `LANES`."""
         _, rank, degree = self._shape
-        num_rows, num_columns = rank * degree, stop - start
-        data, row_bytes = columns.data, columns.row_bytes
-        last = columns.first + (num_rows - 1) * row_bytes + PACKED_BYTES * num_columns
-        is_right = data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
-        if not is_right or num_columns % LANES or row_bytes < 0 or not 4 <= columns.first <= last <= data.size:
-            raise ConfigurationError("packed columns that do not lie in their data")
-        return self._combine(None, data.ctypes.data + columns.first, row_bytes, True, start, stop)
+        if matrix.num_rows != rank * degree or start % LANES or stop % LANES or stop > matrix.features:
+            raise ConfigurationError("a packed matrix of another shape, or not from the first feature of a group")
+        place = matrix.place
+        return self._combine((None, place, 0, matrix.tile_features, matrix.features), rows, start, stop, error)
 
     def _combine(
-        self, hat: int | None, matrix: int | None, row_bytes: int, is_packed: bool, start: int, stop: int
+        self,
+        matrix: tuple[int | None, int | None, int, int, int],
+        rows: Rows,
+        start: int,
+        stop: int,
+        error: torch.Tensor | None,
     ) -> float:
         num_blocks, rank, degree = self._shape
-        if not 0 <= start <= stop <= self._features:
-            raise ConfigurationError(f"expected features up to {self._features}, got {start} to {stop}")
-        error, table = self._error, self._table
+        features = rows.shape[2]
+        if rows.shape[:2] != (num_blocks, degree):
+            raise ConfigurationError(f"expected rows of {num_blocks} blocks of {degree}, got {rows.shape}")
+        if not 0 <= start <= stop <= features:
+            raise ConfigurationError(f"expected features up to {features}, got {start} to {stop}")
         added: tuple[int | None, int, int, int] = (None, 0, 0, 0)
         if error is not None:
+            is_right = error.dtype in (torch.int8, torch.int16, torch.int32) and _has_rows(error)
+            if not is_right or error.shape != (num_blocks, degree, stop - start):
+                raise ConfigurationError("an error that does not fit the masks")
             added = error.data_ptr(), error.itemsize, error.stride(1), error.stride(0)
+        scratch = _scratch(self._num_doubles)
         return float(
             self._library.veilbase_combine(
-                hat, matrix, row_bytes, is_packed, self._secrets.data_ptr(), num_blocks, rank, degree, start, stop,
-                table.data_ptr(), table.numel(), *added, self._pointers.data_ptr(), self._row_stride,
-                self._scratch.data_ptr(),
+                *matrix, self._secrets.data_ptr(), num_blocks, rank, degree, start, stop, self._table.place,
+                self._table.size, *added, rows.pointers.data_ptr(), rows.stride, scratch.data_ptr(),
             )
         )  # fmt: skip
 
 
-def count_ones(drawn: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8], planes: int, rest: int) -> None:
-    """Counts the ones among the random bits of each sample.
+def count_ones(drawn: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8], planes: int, rest: int, mean: int) -> None:
+    """Counts the ones among the random bits of each sample, and subtracts `mean`, mod 256.
 
     Args:
         drawn: uint8, contiguous: `planes` planes of one byte for each sample, and then, if `rest` is not 0, bytes that
@@ -240,6 +298,7 @@ def count_ones(drawn: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8], planes:
         out: uint8, contiguous; written, one number for each sample.
         planes: how many whole bytes a sample takes.
         rest: how many more bits a sample takes, 0 to 7.
+        mean: what is subtracted.
 
     Raises:
         ConfigurationError: the arguments do not fit each other.
@@ -250,7 +309,7 @@ def count_ones(drawn: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8], planes:
         is_right &= each.dtype == np.uint8 and each.ndim == 1 and bool(each.flags.c_contiguous)
     if not is_right or not out.flags.writeable:
         raise ConfigurationError("random bytes and samples do not fit each other")
-    _loaded().veilbase_count_ones(drawn.ctypes.data, out.size, planes, rest, out.ctypes.data)
+    _loaded().veilbase_count_ones(drawn.ctypes.data, out.size, planes, rest, mean, out.ctypes.data)
 
 
 def _has_rows(numbers: torch.Tensor) -> bool:
@@ -265,6 +324,18 @@ def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
             f"expected an int32 matrix of {num_rows} rows, got {matrix.dtype} of {tuple(matrix.shape)}"
         )
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] <= 1 else matrix.contiguous()
+
+
+class _Table:
+    """Holds `twiddles`, their address and their number. Whoever uses the address must hold this object: of two threads
+    that ask for a table first, one gets an object that the cache does not keep."""
+
+    def __init__(self, half: int) -> None:
+        self._numbers = twiddles(half)
+        self.place, self.size = int(self._numbers.ctypes.data), self._numbers.size
+
+
+_table = functools.cache(_Table)
 
 
 @functools.cache

@@ -39,17 +39,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import get_num_threads
 
 from noise.blocks.arena import arena
 from noise.blocks.pool import alone, share
 from noise.params import LatticeParameters
 from noise.polynomial import kernels
-from noise.polynomial.kernels import PackedColumns
+from noise.polynomial.kernels import PackedMatrix
 from wire.errors import ConfigurationError, MaskError
 
 _ROUNDER = 1.5 * 2.0**52
@@ -69,9 +70,9 @@ _CHUNK_BYTES = 3 << 20
 """Bytes of the working set of one chunk of features. Values of 2 to 4 MiB were equally fast on a 2-core machine with 1
 MiB of L2 cache per core."""
 
-_COMPILED_CHUNK = 64
-"""How many features a thread takes at a time in the compiled form. So many columns of a packed hint are decoded
-together."""
+_LEAST_FEATURES, _MOST_FEATURES = 64, 256
+"""The fewest and the most features that a thread takes at a time in the compiled form. A call from Python takes some
+20 µs, and 64 features of one block 120 µs."""
 
 _PADDING = 4
 """The number of complex numbers by which each row of a buffer is longer if the buffer is read by columns. Without this
@@ -93,8 +94,9 @@ class Columns(Protocol):
         once."""
         ...
 
-    def packed(self, start: int, stop: int) -> PackedColumns | None:
-        """Returns some columns as they are stored, if the compiled form can read them so; if not, None."""
+    def packed(self, start: int, stop: int) -> PackedMatrix | None:
+        """Returns the whole matrix as it is stored, if the compiled form can read it so, after some columns have been
+        checked; if not, None."""
         ...
 
 
@@ -114,7 +116,7 @@ class TensorColumns:
         """Returns a view of some columns."""
         return self._matrix[:, start:stop]
 
-    def packed(self, start: int, stop: int) -> PackedColumns | None:
+    def packed(self, start: int, stop: int) -> PackedMatrix | None:
         """Returns None, since a tensor's numbers are not packed."""
         return None
 
@@ -217,11 +219,12 @@ def combine(
     values, features = matrix_hat.values, matrix_hat.features
     made = _output(num_blocks, 2 * half, features)
     if not values.is_complex():
+        combiner, rows = kernels.Combiner(secrets_hat), kernels.Rows(made)
 
         def fill(chunks: Iterator[tuple[int, int]]) -> None:
-            combiner = kernels.Combiner(secrets_hat, made, error)
             for start, stop in chunks:
-                _check_distance(combiner.by_transforms(values, start, stop))
+                added = None if error is None else error[:, :, start:stop]
+                _check_distance(combiner.by_transforms(values, rows, start, stop, added))
 
         share(fill, _compiled_chunks(features))
         return made
@@ -260,15 +263,11 @@ def product(
     num_blocks, rank, half = secrets_hat.shape[:3]
     made = _output(num_blocks, 2 * half, columns.features)
     if not secrets_hat.is_complex():
+        combiner, rows = kernels.Combiner(secrets_hat), kernels.Rows(made)
 
         def fill(chunks: Iterator[tuple[int, int]]) -> None:
-            combiner = kernels.Combiner(secrets_hat, made)
             for start, stop in chunks:
-                packed = columns.packed(start, stop)
-                if packed is None:
-                    _check_distance(combiner.by_matrix(columns.load(start, stop), start, stop))
-                else:
-                    _check_distance(combiner.by_packed(packed, start, stop))
+                _fill_product(combiner, columns, rows, start, stop)
 
         share(fill, _compiled_chunks(columns.features))
         return made
@@ -281,6 +280,59 @@ def product(
 
     share(work, _chunks(columns.features, num_blocks + 2 * rank, 2 * half))
     return made
+
+
+def masks_and_effects(
+    matrix_hat: Transforms,
+    secrets_hat: torch.Tensor,
+    hint: torch.Tensor | Columns,
+    draw: Callable[[Sequence[int]], torch.Tensor],
+    parameters: LatticeParameters,
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Makes the masks of blocks, as `combine` does, and their effects, as `product` does. In the compiled form the
+    threads share all of this at once, and an error is drawn where it is added, in the cache.
+
+    Args:
+        matrix_hat: the transforms of the public matrix.
+        secrets_hat: the transforms of the secrets.
+        hint: the hint.
+        draw: returns a fresh error of a given shape. Several threads call it.
+        parameters: gives k and N.
+
+    Returns:
+        The masks and the effects; see `combine` for both.
+
+    Raises:
+        ConfigurationError, MaskError: see `product`.
+    """
+    columns, features = _as_columns(hint), matrix_hat.features
+    num_blocks, half = secrets_hat.shape[0], secrets_hat.shape[2]
+    if secrets_hat.is_complex():
+        error = draw((num_blocks, 2 * half, features))
+        return combine(matrix_hat, secrets_hat, error), product(columns, secrets_hat, parameters)
+    masks, effects = (_output(num_blocks, 2 * half, each) for each in (features, columns.features))
+    combiner, mask_rows, effect_rows = kernels.Combiner(secrets_hat), kernels.Rows(masks), kernels.Rows(effects)
+
+    def fill(chunks: Iterator[tuple[bool, int, int]]) -> None:
+        for is_mask, start, stop in chunks:
+            if is_mask:
+                error = draw((num_blocks, 2 * half, stop - start))
+                _check_distance(combiner.by_transforms(matrix_hat.values, mask_rows, start, stop, error))
+            else:
+                _fill_product(combiner, columns, effect_rows, start, stop)
+
+    # Effects come first, since they take longer, so that the threads end at about the same time.
+    chunks = [(False, *each) for each in _compiled_chunks(columns.features)]
+    share(fill, chunks + [(True, *each) for each in _compiled_chunks(features)])
+    return masks, effects
+
+
+def _fill_product(combiner: kernels.Combiner, columns: Columns, rows: kernels.Rows, start: int, stop: int) -> None:
+    packed = columns.packed(start, stop)
+    if packed is None:
+        _check_distance(combiner.by_matrix(columns.load(start, stop), rows, start, stop))
+    else:
+        _check_distance(combiner.by_packed(packed, rows, start, stop))
 
 
 def _output(num_blocks: int, degree: int, features: int) -> Sequence[torch.Tensor]:
@@ -387,11 +439,10 @@ def _as_columns(matrix: torch.Tensor | Columns) -> Columns:
 
 
 def _compiled_chunks(features: int) -> list[tuple[int, int]]:
-    """Returns the bounds (start, stop) of chunks of features for the compiled form. Each size but the last is
-    `kernels.WIDTH` times a power of two, so that no chunk lies in two tiles of a hint."""
-    num_threads = torch.get_num_threads()
-    widths = -(-features // (kernels.WIDTH * num_threads))
-    size = min(_COMPILED_CHUNK, kernels.WIDTH << max(0, widths.bit_length() - 1))
+    """Returns the bounds (start, stop) of chunks of features for the compiled form. Each size but the last is a
+    multiple of `kernels.WIDTH`. Each thread takes about two chunks, within `_LEAST_FEATURES` and `_MOST_FEATURES`."""
+    each = -(-features // (2 * get_num_threads()))
+    size = -(-min(max(each, _LEAST_FEATURES), _MOST_FEATURES) // kernels.WIDTH) * kernels.WIDTH
     return [(start, min(start + size, features)) for start in range(0, features, size)]
 
 
@@ -403,7 +454,7 @@ def _chunks(features: int, num_transforms: int, degree: int) -> list[tuple[int, 
     share them evenly.
     """
     most = max(1, _CHUNK_BYTES // (8 * degree * num_transforms) // 8)  # This counts groups of eight features.
-    eights, num_threads = -(-features // 8), torch.get_num_threads()
+    eights, num_threads = -(-features // 8), get_num_threads()
     rounds = -(-eights // (most * num_threads))  # Each thread takes this many turns.
     size = 8 * max(1, -(-eights // max(1, rounds * num_threads)))
     return [(start, min(start + size, features)) for start in range(0, features, size)]

@@ -4,6 +4,7 @@ many cores as before."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -67,17 +68,21 @@ def test_workers_compute_alone_and_others_as_before(num_threads: int) -> None:
 
 
 def test_the_first_error_comes_back_after_all_have_ended(num_threads: int) -> None:
-    done: list[int] = []
+    begun, ended = [], []
 
     def work(queue: Iterator[int]) -> None:
-        for item in queue:
-            if item == 0:
-                raise KeyError("first")
-            done.append(item)
+        begun.append(threading.get_ident())
+        try:
+            for item in queue:
+                time.sleep(0.01)  # long enough for other threads to begin
+                if item == 0:
+                    raise KeyError("first")
+        finally:
+            ended.append(threading.get_ident())
 
     with pytest.raises(KeyError, match="first"):
-        share(work, range(4))
-    assert num_threads == 1 or len(done) == 3
+        share(work, range(4 * num_threads))
+    assert sorted(begun) == sorted(ended)
     share(work, range(1, 3))  # the workers still run
 
 

@@ -197,8 +197,8 @@ def test_secrets_do_not_outlive_the_making(make: Any, provider: Provider, monkey
     scheme = make()
     scheme.mask(provider.groups[0], FORWARD, rows_of(1, 40))
     gc.collect()
-    assert len(kept) == 3
-    assert [each() for each in kept] == [None] * 3
+    assert len(kept) >= 3  # errors are drawn a few columns at a time
+    assert [each() for each in kept] == [None] * len(kept)
 
 
 SECRETIVE = ("noise.masks.lattice", "noise.blocks.", "noise.sampling", "noise.ledger.ledger")

@@ -3,13 +3,17 @@ given memory."""
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import mpmath
 import numpy as np
@@ -78,64 +82,74 @@ def test_every_width_and_error(rank: int, degree: int, features: int, dtype: tor
         wide = torch.randint(limit.min, limit.max, (3, degree, features + 5), dtype=dtype)[:, :, 2 : features + 2]
         expected = expected + wide.to(torch.int32)
     secrets_hat = kernels.secret_transform(secrets)
+    combiner, hat = kernels.Combiner(secrets_hat), kernels.transform(matrix, rank, degree)
     for start in range(0, features, 4):
+        added = None if wide is None else wide[:, :, start:]
         for offset in (0, 1):  # the offset of the written part makes it once aligned and once not
             out = torch.full((3, degree, features + 8 + offset), 7, dtype=torch.int32)
-            combiner = kernels.Combiner(secrets_hat, out[:, :, offset : offset + features], wide)
-            assert combiner.by_matrix(matrix[:, start:], start, features) < 1e-3
+            rows = kernels.Rows(list(out[:, :, offset : offset + features]))
+            assert combiner.by_matrix(matrix[:, start:], rows, start, features, added) < 1e-3
             assert torch.equal(out[:, :, offset + start : offset + features], expected[:, :, start:])
             rest = torch.cat((out[:, :, : offset + start], out[:, :, offset + features :]), dim=2)
             assert bool((rest == 7).all())
             again = torch.empty_like(expected)
-            assert kernels.Combiner(secrets_hat, again, wide).by_transforms(
-                kernels.transform(matrix, rank, degree), start, features
-            ) < 1e-3  # fmt: skip
+            assert combiner.by_transforms(hat, kernels.Rows(list(again)), start, features, added) < 1e-3
             assert torch.equal(again[:, :, start:], expected[:, :, start:])
 
 
-def packed_columns(matrix: torch.Tensor, before: int, behind: int) -> tuple[kernels.PackedColumns, torch.Tensor]:
-    """Returns a matrix as packed columns, with bytes before and behind each row, and what they stand for."""
+def packed_matrix(matrix: torch.Tensor, tile_features: int, before: int) -> tuple[kernels.PackedMatrix, torch.Tensor]:
+    """Returns a matrix in packed tiles, with some bytes before and behind it, and what it stands for."""
     num_rows, features = matrix.shape
-    high = matrix.contiguous().view(torch.uint8).view(num_rows, features, 4)[..., 1:].reshape(num_rows, -1)
-    data = torch.randint(0, 256, (num_rows, before + high.shape[1] + behind), dtype=torch.uint8)
-    data[:, before : before + high.shape[1]] = high
-    kept = matrix & ~0xFF
-    return kernels.PackedColumns(data.view(-1).numpy(), before, data.shape[1]), kept
+    high = matrix.contiguous().view(torch.uint8).view(num_rows, features, 4)[..., 1:]
+    tiles = [each.reshape(-1) for each in high.split(tile_features, dim=1)]
+    data = torch.cat((torch.randint(0, 256, (before,), dtype=torch.uint8), *tiles, torch.ones(9, dtype=torch.uint8)))
+    return kernels.PackedMatrix(data.numpy(), before, num_rows, features, tile_features), matrix & ~0xFF
 
 
 @needs_transforms
-@pytest.mark.parametrize("features", [4, 12, 16, 20, 64])
+@pytest.mark.parametrize(("features", "tile"), [(4, 4), (12, 8), (16, 64), (20, 12), (64, 32), (76, 64)])
 @pytest.mark.parametrize(("rank", "degree"), [(1, 2), (2, 4), (3, 8), (1, 16), (2, 64), (5, 128), (3, 512)])
-def test_packed_columns_give_the_product_of_their_numbers(rank: int, degree: int, features: int) -> None:
+def test_a_packed_matrix_gives_the_product_of_its_numbers(rank: int, degree: int, features: int, tile: int) -> None:
     matrix, secrets = draw(rank, degree, features, 3)
-    columns, kept = packed_columns(matrix, 5, 3)
-    out = torch.full((3, degree, features), 7, dtype=torch.int32)
-    combiner = kernels.Combiner(kernels.secret_transform(secrets), out)
+    packed, kept = packed_matrix(matrix, tile, 5)
+    combiner, expected = kernels.Combiner(kernels.secret_transform(secrets)), reference_product(kept, secrets)
     for start in range(0, features, 4):
-        there = replace(columns, first=columns.first + start * kernels.PACKED_BYTES)
-        assert combiner.by_packed(there, start, features) < 1e-3
-    assert torch.equal(out, reference_product(kept, secrets))
+        for stop in {start + 4, features}:
+            out = torch.full((3, degree, features), 7, dtype=torch.int32)
+            assert combiner.by_packed(packed, kernels.Rows(list(out)), start, stop) < 1e-3
+            assert torch.equal(out[:, :, start:stop], expected[:, :, start:stop])
+            assert bool((out[:, :, :start] == 7).all() and (out[:, :, stop:] == 7).all())
 
 
 @needs_transforms
-def test_packed_columns_lie_in_their_data() -> None:
+def test_a_packed_matrix_lies_in_its_data() -> None:
     matrix, secrets = draw(2, 8, 8, 1)
-    columns, _ = packed_columns(matrix, 4, 0)
-    combiner = kernels.Combiner(kernels.secret_transform(secrets), torch.zeros(1, 8, 8, dtype=torch.int32))
-    assert combiner.by_packed(columns, 0, 8) < 1e-3
-    for bad in (
-        replace(columns, first=3),
-        replace(columns, first=5),
-        replace(columns, row_bytes=columns.row_bytes + 1),
-        replace(columns, row_bytes=-1),
-        replace(columns, data=columns.data[:-1]),
-        replace(columns, data=columns.data[::2]),
-        replace(columns, data=columns.data.astype("int32")),
+    packed, _ = packed_matrix(matrix, 4, 4)
+    packed = replace(packed, data=packed.data[: 4 + 3 * 16 * 8])
+    combiner, rows = (
+        kernels.Combiner(kernels.secret_transform(secrets)),
+        kernels.Rows([torch.zeros(8, 8).to(torch.int32)]),
+    )
+    assert combiner.by_packed(packed, rows, 0, 8) < 1e-3
+    for changed in (
+        {"first": 3},
+        {"first": 5},
+        {"num_rows": 17},
+        {"num_rows": -1},
+        {"features": 12},
+        {"features": 6},
+        {"features": -4},
+        {"tile_features": 6},
+        {"tile_features": 0},
+        {"data": packed.data[:-1]},
+        {"data": packed.data[::2]},
+        {"data": packed.data.astype("int32")},
     ):
-        with pytest.raises(ConfigurationError, match="packed columns"):
-            combiner.by_packed(bad, 0, 8)
-    with pytest.raises(ConfigurationError, match="packed columns"):
-        combiner.by_packed(columns, 0, 6)
+        with pytest.raises(ConfigurationError, match="does not lie in its data"):
+            replace(packed, **changed)  # type: ignore[arg-type]
+    for other, start, stop in ((packed, 0, 6), (packed, 2, 8), (packed, 0, 12), (replace(packed, num_rows=8), 0, 8)):
+        with pytest.raises(ConfigurationError, match="packed matrix of another shape"):
+            combiner.by_packed(other, rows, start, stop)
 
 
 @needs_transforms
@@ -143,13 +157,13 @@ def test_packed_columns_lie_in_their_data() -> None:
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 500])
 def test_ones_are_counted_as_numpy_counts_them(count: int, rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Recorded:
-        def array(self, num_bytes: int) -> sampling.Bytes:
-            return RNG_BYTES[:num_bytes].copy()
+        def fill(self, buffer: sampling.Bytes) -> None:
+            buffer[:] = RNG_BYTES[: buffer.size]
 
     compiled, plain = np.empty(count, dtype=np.uint8), np.empty(count, dtype=np.uint8)
-    sampling.count_ones(Recorded(), compiled, 40 + rest)  # type: ignore[arg-type]
+    sampling.count_ones(Recorded(), compiled, 40 + rest, 21)  # type: ignore[arg-type]
     monkeypatch.setattr(kernels, "available", lambda: False)
-    sampling.count_ones(Recorded(), plain, 40 + rest)  # type: ignore[arg-type]
+    sampling.count_ones(Recorded(), plain, 40 + rest, 21)  # type: ignore[arg-type]
     assert np.array_equal(compiled, plain)
 
 
@@ -167,8 +181,8 @@ def test_bytes_that_do_not_fit_the_samples_are_not_counted() -> None:
         (drawn[:53], np.frombuffer(bytes(10), dtype=np.uint8), 5, 2),
     ):
         with pytest.raises(ConfigurationError, match="random bytes"):
-            kernels.count_ones(bytes_, samples, planes, rest)
-    kernels.count_ones(drawn[:53], out, 5, 2)
+            kernels.count_ones(bytes_, samples, planes, rest, 0)
+    kernels.count_ones(drawn[:53], out, 5, 2, 0)
 
 
 @needs_transforms
@@ -176,10 +190,30 @@ def test_what_is_not_a_number_has_an_infinite_distance() -> None:
     matrix, secrets = draw(3, 512, 4, 1)
     hat = kernels.secret_transform(secrets)
     hat[0, 1, 7, 0] = float("nan")
-    out = torch.empty(1, 512, 4, dtype=torch.int32)
-    assert kernels.Combiner(hat, out).by_matrix(matrix, 0, 4) == float("inf")
+    rows = kernels.Rows([torch.empty(512, 4, dtype=torch.int32)])
+    assert kernels.Combiner(hat).by_matrix(matrix, rows, 0, 4) == float("inf")
     hat[0, 1, 7, 0] = 1e-4  # the products are no integers now
-    assert kernels.Combiner(hat, out).by_matrix(matrix, 0, 4) > 0.25
+    assert kernels.Combiner(hat).by_matrix(matrix, rows, 0, 4) > 0.25
+
+
+@needs_transforms
+@pytest.mark.usefixtures("_loaded_anew")
+def test_a_table_is_kept_by_whoever_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that need a table first both make one, and the cache keeps one of them."""
+    meeting = threading.Barrier(2, timeout=20)
+    made = kernels.twiddles.__wrapped__
+
+    def slow(half: int) -> Any:
+        meeting.wait()
+        return made(half)
+
+    monkeypatch.setattr(kernels, "twiddles", slow)
+    with ThreadPoolExecutor(2) as pool:
+        tables = [each.result() for each in [pool.submit(kernels._table, 8) for _ in range(2)]]
+    assert tables[0] is not tables[1]
+    for each in tables:
+        kept = np.ctypeslib.as_array((ctypes.c_double * each.size).from_address(each.place))
+        assert np.array_equal(kept, made(8))
 
 
 @needs_transforms
@@ -206,30 +240,48 @@ def test_roots_are_within_a_unit_in_the_last_place(half: int) -> None:
 def test_refuses_what_the_compiled_code_would_not_notice() -> None:
     matrix, secrets = draw(2, 8, 6, 3)
     secrets_hat, out = kernels.secret_transform(secrets), torch.zeros(3, 8, 6, dtype=torch.int32)
-    for bad_hat, bad_out, bad_error in (
-        (secrets_hat.to(torch.float32), out, None),
-        (secrets_hat[:2], out, None),
-        (secrets_hat[:, :, :2], out, None),
-        (secrets_hat.transpose(0, 1), out, None),
-        (secrets_hat, out.to(torch.int64), None),
-        (secrets_hat, out.transpose(1, 2).contiguous().transpose(1, 2), None),
-        (secrets_hat, [*out[:2], torch.zeros(8, 7, dtype=torch.int32)[:, :6]], None),
-        (secrets_hat, [], None),
-        (secrets_hat, out.to("meta"), None),
-        (secrets_hat, out, torch.zeros(3, 8, 5, dtype=torch.int8)),
-        (secrets_hat, out, torch.zeros(3, 8, 6, dtype=torch.int64)),
-        (secrets_hat, out, torch.zeros(3, 8, 12, dtype=torch.int8)[:, :, ::2]),
-        (secrets_hat, out, torch.zeros(3, 8, 6, dtype=torch.int8, device="meta")),
+    for bad_secrets in (secrets.to(torch.int32), secrets[0], secrets.transpose(0, 1), secrets.to("meta")):
+        with pytest.raises(ConfigurationError, match="int8 secrets"):
+            kernels.secret_transform(bad_secrets)
+    for bad_hat in (
+        secrets_hat.to(torch.float32),
+        secrets_hat[:0],
+        secrets_hat[:, :, :2],
+        secrets_hat[..., :1].contiguous(),
+        secrets_hat.transpose(0, 1),
+        secrets_hat.to("meta"),
     ):
-        with pytest.raises(ConfigurationError):
-            kernels.Combiner(bad_hat, bad_out, bad_error)
-    combiner = kernels.Combiner(secrets_hat, out)
+        with pytest.raises(ConfigurationError, match="transforms of secrets"):
+            kernels.Combiner(bad_hat)
+    for bad_out in (
+        out.to(torch.int64),
+        out.transpose(1, 2).contiguous().transpose(1, 2),
+        [*out[:2], torch.zeros(8, 7, dtype=torch.int32)[:, :6]],
+        [*out[:2], torch.zeros(8, 7, dtype=torch.int32)],
+        [],
+        out.to("meta"),
+    ):
+        with pytest.raises(ConfigurationError, match="rows of blocks"):
+            kernels.Rows(list(bad_out))
+    combiner, rows = kernels.Combiner(secrets_hat), kernels.Rows(list(out))
+    for bad_rows in (list(out[:2]), [torch.zeros(4, 6, dtype=torch.int32)] * 3):
+        with pytest.raises(ConfigurationError, match="expected rows"):
+            combiner.by_matrix(matrix, kernels.Rows(bad_rows), 0, 6)
+    for bad_error in (
+        torch.zeros(3, 8, 5, dtype=torch.int8),
+        torch.zeros(2, 8, 6, dtype=torch.int8),
+        torch.zeros(3, 8, 6, dtype=torch.int64),
+        torch.zeros(3, 8, 12, dtype=torch.int8)[:, :, ::2],
+        torch.zeros(3, 8, 6, dtype=torch.int8, device="meta"),
+    ):
+        with pytest.raises(ConfigurationError, match="does not fit the masks"):
+            combiner.by_matrix(matrix, rows, 0, 6, bad_error)
     for bad in (matrix[:15], matrix.to(torch.int64), matrix[:, :5], matrix.to("meta")):
         with pytest.raises(ConfigurationError):
-            combiner.by_matrix(bad, 0, 6)
+            combiner.by_matrix(bad, rows, 0, 6)
     for start, stop in ((-1, 5), (1, 7), (4, 2)):
         with pytest.raises(ConfigurationError):
-            combiner.by_matrix(matrix[:, : max(0, stop - start)], start, stop)
+            combiner.by_matrix(matrix[:, : max(0, stop - start)], rows, start, stop)
     hat = kernels.transform(matrix, 2, 8)
     for values, start, stop in (
         (hat, 2, 6),
@@ -239,7 +291,7 @@ def test_refuses_what_the_compiled_code_would_not_notice() -> None:
         (hat.to(torch.float32), 0, 6),
     ):
         with pytest.raises(ConfigurationError):
-            combiner.by_transforms(values, start, stop)
+            combiner.by_transforms(values, rows, start, stop)
     for bad in (matrix[:7], matrix.to(torch.int64), matrix[0]):
         with pytest.raises(ConfigurationError):
             kernels.transform(bad, 2, 8)
@@ -255,28 +307,30 @@ rng = Csprng()
 for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
     for features in (1, 3, 4, 6, 16, 18, 37):
         matrix = guarded(torch.randint(-2**31, 2**31, (rank * degree, features)).to(torch.int32))
-        secrets = ternary(rng, (2, rank, degree))
+        secrets = guarded(ternary(rng, (2, rank, degree)))
         error = guarded(torch.randint(-21, 22, (2, degree, features)).to(torch.int8))
         out = guarded(torch.zeros(2, degree, features, dtype=torch.int32))
+        kernels._scratch = lambda size: guarded(torch.empty(size, dtype=torch.float64))
         secrets_hat = guarded(kernels.secret_transform(secrets))
-        combiner = kernels.Combiner(secrets_hat, out, error)
-        combiner._scratch = guarded(combiner._scratch)
-        combiner.by_matrix(matrix, 0, features)
+        combiner, rows = kernels.Combiner(secrets_hat), kernels.Rows(list(out))
+        combiner.by_matrix(matrix, rows, 0, features, error)
         expected = reference_product(matrix, secrets) + error
         assert torch.equal(out, expected)
         hat = guarded(kernels.transform(matrix, rank, degree))
         out.zero_()
-        combiner.by_transforms(hat, 0, features)
+        combiner.by_transforms(hat, rows, 0, features, error)
         assert torch.equal(out, expected)
         if features % 4 == 0:
-            high = matrix.contiguous().view(torch.uint8).view(rank * degree, features, 4)[..., 1:].reshape(-1)
-            data = guarded(torch.cat((torch.zeros(4, dtype=torch.uint8), high)))
-            combiner.by_packed(kernels.PackedColumns(data.numpy(), 4, 3 * features), 0, features)
+            high = matrix.contiguous().view(torch.uint8).view(rank * degree, features, 4)[..., 1:]
+            tiles = [each.reshape(-1) for each in high.split(12, dim=1)]
+            data = guarded(torch.cat((torch.zeros(4, dtype=torch.uint8), *tiles)))
+            packed = kernels.PackedMatrix(data.numpy(), 4, rank * degree, features, 12)
+            combiner.by_packed(packed, rows, 0, features, error)
             assert torch.equal(out, reference_product(matrix & ~0xFF, secrets) + error)
 for count in (1, 31, 64, 100):
     drawn = guarded(rng.random_bytes(5 * count + -(-count // 4)))
     samples = guarded(torch.empty(count, dtype=torch.uint8))
-    kernels.count_ones(drawn.numpy(), samples.numpy(), 5, 2)
+    kernels.count_ones(drawn.numpy(), samples.numpy(), 5, 2, 21)
 print("kept inside")
 """
 

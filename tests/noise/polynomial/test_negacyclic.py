@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noise.blocks.pool import alone
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels, negacyclic
 from noise.polynomial.negacyclic import secret_transform, transform
@@ -105,8 +104,8 @@ def test_the_script_is_independent_of_what_it_tests() -> None:
 @pytest.fixture
 def _many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes chunks as small as for 64 threads: eight features in each, or sixteen in the compiled form."""
-    alone(lambda: None)  # The workers are made before, with the real number.
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(negacyclic, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(negacyclic, "_LEAST_FEATURES", 16)
 
 
 # against the schoolbook
@@ -165,7 +164,7 @@ def test_chunks_of_one_thread_do_not_show(is_compiled: bool) -> None:
     matrix, secrets = random_matrix(parameters, 401), random_secrets(parameters, 2)
     seen = Packed(matrix & -256)
     assert torch.equal(product(seen, secret_transform(secrets), parameters), reference_product(matrix & -256, secrets))
-    assert len(seen.loads) == (7 if is_compiled else 3)
+    assert len(seen.loads) == (2 if is_compiled else 3)
     check(matrix, secrets, parameters)
 
 
@@ -254,8 +253,11 @@ def measured_error(parameters: LatticeParameters) -> float:
     secrets_hat = secret_transform(random_secrets(parameters, 2))
     half = parameters.ring_degree // 2
     if not hat.is_complex():
-        combiner = kernels.Combiner(secrets_hat, torch.empty(2, 2 * half, 4, dtype=torch.int32))
-        return max(combiner.by_transforms(hat, 0, 4), combiner.by_matrix(matrix, 0, 4))
+        combiner, out = (
+            kernels.Combiner(secrets_hat),
+            kernels.Rows(list(torch.empty(2, 2 * half, 4, dtype=torch.int32))),
+        )
+        return max(combiner.by_transforms(hat, out, 0, 4), combiner.by_matrix(matrix, out, 0, 4))
     sums = (hat[None] * secrets_hat[:, :, None]).sum(1)
     angles = torch.arange(half, dtype=torch.float64) * (-math.pi / (2 * half))
     values = torch.view_as_real(torch.fft.ifft(sums) * torch.polar(torch.ones_like(angles), angles))
