@@ -15,10 +15,9 @@ from benchmarks.shared_tensor import FIRST_ROWS, LISTENER_NAME, SharedTensor, Sh
 from benchmarks.shared_tensor_port import SharedTensorPort
 from provider.model.served_model import ServedModel
 from tenant_sdk import session
-from tests.support.loopback_provider import Provider
-from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
-from tests.support.ring_rows import ring_rows
-from tests.support.sockets import assert_ends
+from tests.support.providers import Provider
+from tests.support.raw_peers import assert_ends
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, MalformedFrame, Unavailable, UnknownLayer
 from wire.frame import Arithmetic, Call, Direction, Purpose
