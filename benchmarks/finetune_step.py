@@ -35,17 +35,15 @@ VARIANTS = {
     "lattice, masks made in the step": ("int8", "lattice", "", ""),
     "lattice, masks ready": ("int8", "lattice", "ready", ""),
     "lattice, masks ready, by ipc": ("int8", "lattice", "ready", ""),
-    "lattice, masks ready, by shared tensor": ("int8", "lattice", "ready", ""),
     "lattice, masks ready, verified": ("int8", "lattice", "ready", "verified"),
 }
-DEFAULT = tuple(name for name in VARIANTS if not name.endswith(("by ipc", "by shared tensor")))
+DEFAULT = tuple(name for name in VARIANTS if not name.endswith("by ipc"))
 """The variants that are measured if none are named. All of them at once would need more than 24 GiB of memory."""
 PAIRS = (
     ("masks ready / off", "lattice, masks ready", "int8 ring, off"),
     ("verified / not", "lattice, masks ready, verified", "lattice, masks ready"),
     ("ipc / tensor port, off", "int8 ring, off, by ipc", "int8 ring, off"),
     ("ipc / tensor port, masks ready", "lattice, masks ready, by ipc", "lattice, masks ready"),
-    ("shared tensor / ipc, masks ready", "lattice, masks ready, by shared tensor", "lattice, masks ready, by ipc"),
 )
 """Pairs of variants whose ratio is reported, each with the ratio's name."""
 
@@ -90,11 +88,9 @@ def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> 
     import tenant_sdk
 
     tenant_sdk.tune()
-    from benchmarks.shared_tensor import reach
-
     options = {"background": False} if mask == "lattice" else {}
     with tenant_sdk.TenantClient(
-        reach(url), identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
+        url, identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
         verify="smollm2-135m" if verified else None,
     ) as client:  # fmt: skip
         client.fetch_hints(backward=True)

@@ -1,7 +1,6 @@
 """Compares calls to a provider by each carrier with a raw-bytes gRPC echo over the same mutual TLS.
 
-The carriers are the tensor port, gRPC, a Unix socket (ipc), and the shared tensor of the Symbiosis paper. The echo is
-the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
+The carriers are the tensor port, gRPC, and a Unix socket (ipc). The echo is the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
 of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
 measured with IN_FLIGHT tensors in flight on each side. They are also measured with one tensor in flight, which shows
 the fixed cost of a call.
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
 IN_FLIGHT = 4
-CARRIERS = ("", ", by gRPC", ", by ipc", ", by shared tensor")
+CARRIERS = ("", ", by gRPC", ", by ipc")
 """The endings of the names in `KINDS`, which say by which carrier a tenant reaches the provider. The empty ending is
 the tensor port."""
 KINDS = tuple(f"{what}{carrier}" for what in ("real", "identity") for carrier in CARRIERS)
@@ -93,16 +92,10 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
             return list(parts)
 
     served = serve_model(load(resolve(folder)), "int8", "*o_proj")
-    is_shared = kind.endswith("by shared tensor")
-    ipc = Path(tempfile.mkdtemp(dir=Path(state).parent)) if is_shared or kind.endswith("by ipc") else None
+    ipc = Path(tempfile.mkdtemp(dir=Path(state).parent)) if kind.endswith("by ipc") else None
     server = Server("127.0.0.1", 0, StateDir(Path(state)), tensor_port=None if kind.endswith("by gRPC") else 0, ipc=ipc)
-    service = server.start(IdentityModel(served) if kind.startswith("identity") else ServedModel(served))
+    server.start(IdentityModel(served) if kind.startswith("identity") else ServedModel(served))
     url = f"grpcs://127.0.0.1:{server.port}" if ipc is None else f"ipc:{ipc}"
-    if is_shared and ipc is not None:
-        from benchmarks.shared_tensor_port import SharedTensorPort
-
-        SharedTensorPort(ipc, service)
-        url = f"shared:{ipc}"
     print(f"ready {url}", flush=True)
     sys.stdin.read()
     server.stop()
@@ -196,8 +189,8 @@ def run(repeats: int = 7) -> dict[str, Any]:
     `small_us` and `above_echo_us` hold, by kind of provider, the microseconds of a small call and its excess over the
     echo; `small_us` also has those of the echo itself, as `echo`. The other figures are of large calls, by (size in
     MiB, number in flight). `share` and `share by gRPC` are the goodput on the tensor port and by gRPC, divided by the
-    echo's. `mb_per_s` is the goodput on the tensor port, in MB/s. `ipc` and `shared tensor` are the times of calls by
-    these carriers, divided by the times on the tensor port.
+    echo's. `mb_per_s` is the goodput on the tensor port, in MB/s. `ipc` are the times of calls by
+    ipc, divided by the times on the tensor port.
     """
     from wire.transport.event_engine import prefer_waiting_in_place
 
@@ -227,14 +220,10 @@ def run(repeats: int = 7) -> dict[str, Any]:
 
 
 def _connect(url: str, identity: TlsIdentity) -> StreamConnection:
-    from benchmarks.shared_tensor import SCHEME as SHARED
-    from benchmarks.shared_tensor import SharedTensorConnection
     from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.ipc.connection import IpcConnection
     from wire.transport.ipc.folder import SCHEME
 
-    if url.startswith(SHARED):
-        return SharedTensorConnection(SCHEME + url.removeprefix(SHARED), identity)
     return (IpcConnection if url.startswith(SCHEME) else GrpcConnection)(url, identity)
 
 
@@ -269,7 +258,7 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
         for size, in_flight in large:
             count = max(16, 64 // size)
             echo_s = seconds_of(lambda s=size: echo.send(s), lambda _, s=size: echo.receive(s), count, in_flight)
-            ours_s, by_grpc_s, by_ipc_s, shared_s = (
+            ours_s, by_grpc_s, by_ipc_s = (
                 seconds_of(
                     lambda s=size, c=connections[f"identity{carrier}"]: c.submit(call, rows[s], FEATURES),
                     lambda sent: sent.result(),
@@ -279,7 +268,7 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
                 for carrier in CARRIERS
             )
             rate = (size << 20) / ours_s / 1e6
-            shares[size, in_flight] = (echo_s / ours_s, rate, echo_s / by_grpc_s, by_ipc_s / ours_s, shared_s / ours_s)
+            shares[size, in_flight] = (echo_s / ours_s, rate, echo_s / by_grpc_s, by_ipc_s / ours_s)
         if repeat:  # the first round warms up
             for name, value in times.items():
                 small[name].append(value)
@@ -292,7 +281,6 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
         "share": {key: statistics.median(pair[0] for pair in pairs) for key, pairs in large.items()},
         "share by gRPC": {key: statistics.median(pair[2] for pair in pairs) for key, pairs in large.items()},
         "ipc": {key: statistics.median(pair[3] for pair in pairs) for key, pairs in large.items()},
-        "shared tensor": {key: statistics.median(pair[4] for pair in pairs) for key, pairs in large.items()},
         "mb_per_s": {key: statistics.median(pair[1] for pair in pairs) for key, pairs in large.items()},
     }
 
@@ -308,16 +296,12 @@ def main() -> None:
         above = result["above_echo_us"].get(name)
         print(f"| {name} | {value:.0f} | {'' if above is None else f'{above:.0f}'} |")
     print(
-        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC | by ipc, × the time | "
-        "shared tensor |"
-        "\n|---|---|---|---|---|---|---|"
+        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC | by ipc, × the time |"
+        "\n|---|---|---|---|---|---|"
     )
     for key, share in result["share"].items():
         rate, by_grpc = result["mb_per_s"][key], result["share by gRPC"][key]
-        print(
-            f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} | {result['ipc'][key]:.2f} | "
-            f"{result['shared tensor'][key]:.2f} |"
-        )
+        print(f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} | {result['ipc'][key]:.2f} |")
     print()
     ipc_echo.report(ipc_echo.run(repeats))
 
