@@ -22,8 +22,8 @@ from benchmarks.common import Worker, child_pids, processor_s, provider, pss_mb
 from benchmarks.placement.worker import NUM_TOKENS, Job
 
 TRANSPORTS = ("tcp", "ipc", "inproc")
-"""The ways from a tenant to its provider: TLS on the tensor port, a Unix socket on the same host, or the provider inside
-the tenant's process."""
+"""The ways from a tenant to its provider: TLS on the tensor port, a Unix socket on the same host, or the provider
+inside the tenant's process."""
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8")
 
