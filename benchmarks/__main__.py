@@ -1,25 +1,25 @@
-"""Runs the benchmarks in `MODULES`, one after the other; `make bench` calls this module.
+"""Runs the benchmarks in `RUNS`, one after the other; `make bench` calls this module.
 
 Some benchmarks need more than `make setup` installs: a permission, a peer's wheel or a GPU. A benchmark that lacks what
 it needs says so and is left out.
 """
 
+import sys
+
 from benchmarks import (
     accelerator,
     activations,
-    adapter_loading,
+    adapters,
     decode,
     encrypted_matmul,
     few_rows,
     finetune_step,
-    kept_tensors,
     long_context,
     masks,
     memory,
     network,
     quality,
     scheduling,
-    seeds,
     serving,
     serving_mix,
     speculation,
@@ -32,16 +32,18 @@ NOT_POSSIBLE = 2
 """The exit code of a benchmark that lacks a permission (network), a peer (encrypted_matmul) or a GPU (accelerator). The
 benchmark itself prints what is missing."""
 
-MODULES = (
-    finetune_step, decode, few_rows, transport, scheduling, memory, long_context, masks, tenant_cost, quality, seeds,
-    network, adapter_loading, serving, speculation, encrypted_matmul, activations, kept_tensors,
-    accelerator, serving_mix, tenant_memory,
+RUNS = (
+    finetune_step.main, decode.main, few_rows.main, transport.main, scheduling.main, memory.main, long_context.main,
+    masks.main, tenant_cost.main, quality.main, quality.compare_seeds, network.main, adapters.main, serving.main,
+    speculation.main, encrypted_matmul.main, activations.main, activations.show_kept, accelerator.main,
+    serving_mix.main, tenant_memory.main,
 )  # fmt: skip
 
-for module in MODULES:
-    print(f"\n## {(module.__doc__ or '').splitlines()[0]}\n", flush=True)
+for run in RUNS:
+    said = sys.modules[run.__module__].__doc__ if run.__name__ == "main" else run.__doc__
+    print(f"\n## {(said or '').splitlines()[0]}\n", flush=True)
     try:
-        module.main()
+        run()
     except SystemExit as exc:
         if exc.code != NOT_POSSIBLE:
             raise

@@ -8,11 +8,20 @@ otherwise keep a varying amount of freed pages. With `--malloc default` they are
 `replies`, `recompute` and `windows` set them during a step, as `finetune` does. Provider and tenant share the machine.
 A run in int8 `ring` arithmetic without a mask sends rows of 32-bit numbers, as a masked run does.
 
-With `--results FILE` the peaks are added to a file, so that a long measurement can be made in pieces;
-`python -m benchmarks.activation_figures FILE` makes tables and plots from it.
+With `--results FILE` the peaks are added to a file, so that a long measurement can be made in pieces; `python -m
+benchmarks.activations figures FILE` makes tables and plots from it.
 
 Times are measured in separate runs, with malloc's defaults: the variants take turns, and the ratio is the median over
 the rounds.
+
+`figures` makes tables and plots like FlexLLM's Figures 13 and 14 (arXiv:2402.18789). The first table and plot compare
+adapters, with rows of one length. The second table and plot compare lengths, with LoRA.
+
+`python -m benchmarks.activations kept` shows what autograd keeps for the backward pass, by the part of the model that
+keeps it. The model is SmolLM2-135M with LoRA of rank 16 on all linear layers in float32, with a provider in this
+process. One forward pass runs with the unchanged code of transformers and PEFT. Another runs with the loss in chunks
+and the pruned model (tenant_sdk/training/pruning.py), which keeps fewer tensors. If several parts of the model keep the
+same tensor, it counts once, for the first of these parts. Parameters do not count.
 """
 
 from __future__ import annotations
@@ -20,17 +29,19 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Worker, interleaved, local_model, provider, ratios, rss_mb, serve_worker
+from benchmarks.common import Worker, interleaved, local_model, provider, pyplot, ratios, rss_mb, serve_worker
 
 VARIANTS = ("local", "remote", "chunked", "pruned", "replies", "recompute", "windows")
 """The variants: `local` is transformers + PEFT, and `remote` uses a provider. The others also use a provider, and
@@ -277,10 +288,215 @@ def main() -> None:
                 print(f"({time.monotonic() - began:.0f} s)", flush=True)
 
 
+ROWS = {
+    "local": "local transformers + PEFT", "remote": "remote, as transformers and PEFT have it",
+    "chunked": "+ loss in chunks", "pruned": "+ pruned graph: `checkpointing=None`",
+    "replies": "`checkpointing=\"replies\"`, all on disk", "windows": "`replies` with windows of 256 tokens",
+}  # fmt: skip
+"""The variants that tables and plots show, each with its label."""
+TITLES = {"lora": "LoRA", "ia3": "IA3", "prefix": "prefix tuning"}
+
+Peaks = dict[str, dict[str, float]]
+"""The peaks in MB of the columns of a table: by column, then by variant."""
+
+
+def columns(results: dict[str, Any], tokens: int) -> tuple[Peaks, Peaks]:
+    """Returns the peaks by adapter for rows of `tokens` tokens, and the peaks with LoRA by the number of tokens."""
+    by_method = {
+        title: _peaks(results[method][str(tokens)])
+        for method, title in TITLES.items()
+        if str(tokens) in results.get(method, {})
+    }
+    lengths = sorted(results.get("lora", {}), key=int)
+    return by_method, {f"1 × {int(length):,}": _peaks(results["lora"][length]) for length in lengths}
+
+
+def _peaks(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {variant: one["peak_mb"] for variant, one in found.items()}
+
+
+def table(peaks: Peaks) -> str:
+    """Returns a table of peaks in MB, and of their shares of local transformers + PEFT."""
+    lines = [f"| peak, MB | {' | '.join(peaks)} |", f"|---|{'---|' * len(peaks)}"]
+    for variant, label in ROWS.items():
+        lines.append(f"| {label} | {' | '.join(_cell(each, variant) for each in peaks.values())} |")
+    return "\n".join(lines)
+
+
+def _cell(found: dict[str, float], variant: str) -> str:
+    if variant not in found:
+        return "not measured"
+    share = f" ({found[variant] / found['local']:.1%})" if variant != "local" and "local" in found else ""
+    return f"{found[variant]:,.0f}{share}"
+
+
+def plot(peaks: Peaks, file: Path) -> None:
+    """Draws bars of peaks in GB, a group for each column, and writes the plot as an SVG file."""
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(7.2, 2.9), layout="constrained")
+    width = 0.8 / len(ROWS)
+    for number, (variant, label) in enumerate(ROWS.items()):
+        places = [place + (number - (len(ROWS) - 1) / 2) * width for place in range(len(peaks))]
+        heights = [found.get(variant, 0) / 1e3 for found in peaks.values()]
+        axes.bar(places, heights, width, label=label.replace("`", ""))
+    axes.set(ylabel="peak of activations, GB", yscale="log")
+    axes.set_xticks(range(len(peaks)), list(peaks))
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False, fontsize=6)
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    plots.close(figure)
+
+
+def draw_figures(arguments: Sequence[str]) -> None:
+    """Prints both tables; with `--plots` also writes both plots."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.activations figures")
+    parser.add_argument("results", type=Path, metavar="FILE.json")
+    parser.add_argument("--tokens", type=int, default=1024, help="the length of the rows in the first table")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER")
+    given = parser.parse_args(arguments)
+    for name, peaks in zip(
+        ("memory_by_adapter", "memory_by_length"), columns(json.loads(given.results.read_text()), given.tokens),
+        strict=True,
+    ):  # fmt: skip
+        print(f"{table(peaks)}\n")
+        if given.plots is not None:
+            plot(peaks, given.plots / f"{name}.svg")
+
+
+_PARTS = (
+    (r"lora_(A|dropout)|_proj$", r"(q|k|v)_proj", "inputs and outputs of adapters on q, k, v"),
+    (r"lora_(A|dropout)|_proj$", r"o_proj", "inputs and outputs of the adapter on o"),
+    (r"lora_(A|dropout)|_proj$", r"(gate|up)_proj", "inputs and outputs of adapters on gate, up"),
+    (r"lora_(A|dropout)|_proj$", r"down_proj", "inputs and outputs of the adapter on down"),
+    (r"lora_B", r"", "the adapters' rows of rank 16"),
+    (r"act_fn", r"", "SiLU"),
+    (r"mlp$", r"", "SiLU(gate) × up"),
+    (r"self_attn$", r"", "attention: q, k, v, its output, RoPE"),
+    (r"norm$", r"", "norms"),
+    (r"", r"", "loss and the rest"),
+)
+"""The parts of the model, each as (pattern of the last part of a module's name, pattern of the whole name, label). A
+module belongs to the first part for which both patterns match."""
+
+
+class Kept:
+    """Counts the bytes of the distinct tensors that autograd keeps, by part of the model.
+
+    A tensor counts for the module that is running when autograd saves the tensor.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Adds hooks to all modules of a model, which record the module that is running."""
+        self.num_bytes: dict[str, int] = defaultdict(int)
+        self._running = [""]
+        self._seen = {each.untyped_storage().data_ptr() for each in model.parameters() if each.device.type != "meta"}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name))
+            module.register_forward_hook(self._ends, always_call=True)
+
+    def _ends(self, *_: Any) -> None:
+        self._running.pop()
+
+    def hooks(self, pack: Callable[[Any], Any] | None = None, unpack: Callable[[Any], Any] | None = None) -> Any:
+        """Returns saved-tensor hooks that count the tensors that autograd keeps.
+
+        Args:
+            pack: returns what is kept in place of a tensor that autograd saves; None keeps the tensor itself.
+            unpack: returns the tensor again from what `pack` returned; None if nothing has to be done.
+        """
+        from torch.autograd.graph import saved_tensors_hooks
+
+        def note(tensor: Any) -> Any:
+            packed = tensor if pack is None else pack(tensor)
+            self._count(packed)
+            return packed
+
+        return saved_tensors_hooks(note, unpack or (lambda packed: packed))
+
+    def _count(self, packed: Any) -> None:
+        if isinstance(packed, tuple):
+            packed = packed[0]
+        for each in getattr(packed, "inputs", ()):
+            self._count(each)
+        if not hasattr(packed, "untyped_storage"):
+            return
+        storage = packed.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.num_bytes[label_of(self._running[-1])] += storage.nbytes()
+
+
+def label_of(name: str) -> str:
+    """Returns the label of the part to which a module belongs."""
+    whole = name.removesuffix(".default")
+    last = whole.rpartition(".")[2]
+    return next(label for inner, outer, label in _PARTS if re.search(inner, last) and re.search(outer, whole))
+
+
+def measure_kept(model: Any, ids: Any, pruned: bool) -> dict[str, int]:
+    """Returns the bytes that one forward pass keeps, by part; an empty dict if the loss needs no gradient.
+
+    Args:
+        model: a PEFT model.
+        ids: the token ids of one row, which are also its labels.
+        pruned: whether the model is first changed so that it is pruned and computes its loss in chunks.
+    """
+    from tenant_sdk.training import pruning
+    from tenant_sdk.training.loss import chunk_loss
+
+    before = pruning.saved_tensors_hooks
+    if pruned:
+        pruning.prune(model)
+        chunk_loss(model)
+    kept = Kept(model)
+    try:
+        if pruned:
+            pruning.saved_tensors_hooks = kept.hooks  # type: ignore[assignment, misc]
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        else:
+            with kept.hooks():
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    finally:
+        pruning.saved_tensors_hooks = before  # type: ignore[misc]
+    return {label: kept.num_bytes.get(label, 0) for *_, label in _PARTS} if loss.requires_grad else {}
+
+
+def show_kept(arguments: Sequence[str] = ()) -> None:
+    """Shows what autograd keeps for the backward pass of a fine-tuning step, by part of the model.
+
+    Measures both passes and prints the bytes per token of each part as a table.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from tenant_sdk import TenantClient
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.activations kept")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    given = parser.parse_args(arguments)
+    ids = torch.randint(100, 40_000, (1, given.tokens), generator=torch.Generator().manual_seed(0))
+    found = []
+    with TenantClient("inproc:smollm2-135m", mask="off", progress=False) as client:
+        for pruned in (False, True):
+            config = LoraConfig(
+                r=16, lora_alpha=32, target_modules="all-linear", lora_dropout=given.dropout, task_type="CAUSAL_LM"
+            )
+            found.append(measure_kept(get_peft_model(client.load_model(), config).train(), ids, pruned))
+    print("| kept for the backward pass, kB a token | transformers and PEFT | pruned |\n|---|---|---|")
+    for label in found[0]:
+        print(f"| {label} | {' | '.join(f'{one[label] / given.tokens / 1e3:.0f}' for one in found)} |")
+    print(f"| together | {' | '.join(f'{sum(one.values()) / given.tokens / 1e3:.0f}' for one in found)} |")
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["peak"]:
         peak_process(*sys.argv[2:])
     elif sys.argv[1:2] == ["time"]:
         time_worker(*sys.argv[2:])
+    elif sys.argv[1:2] == ["figures"]:
+        draw_figures(sys.argv[2:])
+    elif sys.argv[1:2] == ["kept"]:
+        show_kept(sys.argv[2:])
     else:
         main()

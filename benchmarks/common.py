@@ -29,7 +29,6 @@ def provider(
     *options: str,
     tenants: tuple[str, ...] = ("bench",),
     core: int | None = None,
-    module: str = "provider",
 ) -> Iterator[tuple[str, int]]:
     """Starts `provider serve --tls` in its own process with enrolled tenants; yields its URL and process id, and ends
     the provider after the `with` block.
@@ -39,13 +38,12 @@ def provider(
         options: options of `provider serve`.
         tenants: the names to enrol.
         core: the only core that the provider may use; None allows all.
-        module: the module that runs as the `provider` command.
 
     Raises:
         SystemExit: the provider did not start; the error holds the end of its log.
     """
     state = folder / "state"
-    command = [sys.executable, "-m", module, "serve", "--tls", "--port", "0", "--state", str(state), *options]
+    command = [sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--state", str(state), *options]
     with (folder / "provider.log").open("w") as log:
         before = os.sched_getaffinity(0)
         try:
@@ -88,8 +86,7 @@ class Started:
 
 class Providers:
     """Starts providers when they are first asked for, and returns the same provider when it is asked for again. There
-    is one provider for each set of options, and with each set one for gRPC, one for the shared tensor, and one for the
-    other carriers."""
+    is one provider for each set of options, and with each set one for gRPC and one for the other carriers."""
 
     def __init__(self, stack: contextlib.ExitStack, tenants: tuple[str, ...] = ("bench",)) -> None:
         """Keeps `stack`, which ends the providers when it is closed, and the names of the tenants to enrol."""
@@ -101,22 +98,18 @@ class Providers:
         provider if it does not run yet.
 
         Args:
-            carrier: "gRPC"; "ipc", with the URL `ipc:DIR`; "shared tensor", with the URL `shared:DIR`, which
-                `benchmarks.shared_tensor.reach` makes usable; or "" for the tensor port.
+            carrier: "gRPC"; "ipc", with the URL `ipc:DIR`; or "" for the tensor port.
             options: further options of `provider serve`.
         """
-        is_shared, is_grpc = carrier == "shared tensor", carrier == "gRPC"
-        key = (str(is_shared), str(is_grpc), *options)
+        is_grpc = carrier == "gRPC"
+        key = (str(is_grpc), *options)
         if key not in self._started:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory())
             given = ("--ipc", f"{folder}/ipc", "--tensor-port", "none" if is_grpc else "0", *options)
-            module = "benchmarks.shared_tensor" if is_shared else "provider"
-            running = provider(Path(folder), *given, tenants=self._tenants, module=module)
-            url, pid = self._stack.enter_context(running)
+            url, pid = self._stack.enter_context(provider(Path(folder), *given, tenants=self._tenants))
             self._started[key] = Started(url, folder, pid)
         found = self._started[key]
-        scheme = {"ipc": "ipc", "shared tensor": "shared"}.get(carrier)
-        return found if scheme is None else replace(found, url=f"{scheme}:{found.folder}/ipc")
+        return replace(found, url=f"ipc:{found.folder}/ipc") if carrier == "ipc" else found
 
 
 def local_model() -> Any:

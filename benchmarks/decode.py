@@ -24,7 +24,6 @@ VARIANTS = {
     "int8 ring, off, by ipc": ("ipc", "off"),
     "lattice, masks ready": ("", "lattice"),
     "lattice, masks ready, by ipc": ("ipc", "lattice"),
-    "lattice, masks ready, by shared tensor": ("shared tensor", "lattice"),
 }
 
 
@@ -49,11 +48,9 @@ def remote(url: str, folder: str, mask: str) -> None:
     import tenant_sdk
 
     tenant_sdk.tune()
-    from benchmarks.shared_tensor import reach
-
     options = {"background": False} if mask == "lattice" else {}
     with tenant_sdk.TenantClient(
-        reach(url), identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
+        url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
     ) as client:
         if mask == "lattice":
             client.fetch_hints()

@@ -5,6 +5,10 @@ masked run does. Each side runs in a process of its own with its own settings (t
 and the sides take turns. `lattice` makes its masks inside the step, in the calling thread, so that no masks are made
 during another run. The pool makes masks for several steps at a time, so a turn of this run is `CYCLE` steps, and their
 mean is the result. In runs with "masks ready", the masks are made before the clock starts.
+
+`python -m benchmarks.finetune_step dora` measures a DoRA step beside a LoRA step, over a provider and with local
+transformers + PEFT. There the provider computes in int8 `ring` arithmetic without a mask, and the bytes are those of
+one step on the wire.
 """
 
 from __future__ import annotations
@@ -12,13 +16,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Providers, Worker, interleaved, local_model, ratios, serve_worker
+from benchmarks.common import Providers, Worker, interleaved, local_model, provider, ratios, serve_worker
 
 SHAPE = (2, 256)
 CYCLE = 3
@@ -35,17 +40,15 @@ VARIANTS = {
     "lattice, masks made in the step": ("int8", "lattice", "", ""),
     "lattice, masks ready": ("int8", "lattice", "ready", ""),
     "lattice, masks ready, by ipc": ("int8", "lattice", "ready", ""),
-    "lattice, masks ready, by shared tensor": ("int8", "lattice", "ready", ""),
     "lattice, masks ready, verified": ("int8", "lattice", "ready", "verified"),
 }
-DEFAULT = tuple(name for name in VARIANTS if not name.endswith(("by ipc", "by shared tensor")))
+DEFAULT = tuple(name for name in VARIANTS if not name.endswith("by ipc"))
 """The variants that are measured if none are named. All of them at once would need more than 24 GiB of memory."""
 PAIRS = (
     ("masks ready / off", "lattice, masks ready", "int8 ring, off"),
     ("verified / not", "lattice, masks ready, verified", "lattice, masks ready"),
     ("ipc / tensor port, off", "int8 ring, off, by ipc", "int8 ring, off"),
     ("ipc / tensor port, masks ready", "lattice, masks ready, by ipc", "lattice, masks ready"),
-    ("shared tensor / ipc, masks ready", "lattice, masks ready, by shared tensor", "lattice, masks ready, by ipc"),
 )
 """Pairs of variants whose ratio is reported, each with the ratio's name."""
 
@@ -90,11 +93,9 @@ def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> 
     import tenant_sdk
 
     tenant_sdk.tune()
-    from benchmarks.shared_tensor import reach
-
     options = {"background": False} if mask == "lattice" else {}
     with tenant_sdk.TenantClient(
-        reach(url), identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
+        url, identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
         verify="smollm2-135m" if verified else None,
     ) as client:  # fmt: skip
         client.fetch_hints(backward=True)
@@ -159,6 +160,60 @@ def main() -> None:
         print(f"{label}: {ratio:.2f}")
 
 
+KINDS = ("LoRA", "DoRA")
+
+
+def remote_kind(url: str, folder: str, kind: str) -> None:
+    """Runs one tenant that takes training steps, as a `Worker` process, and writes the traffic of a step to a file."""
+    import tenant_sdk
+
+    tenant_sdk.tune()
+    with tenant_sdk.TenantClient(url, identity=Path(folder) / "bench", mask="off", cache=folder) as client:
+        step = step_of(client.load_model(), use_dora=kind == "DoRA")
+        step()
+        before = client.traffic
+        step()
+        after = client.traffic
+        up, down = after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down
+        calls = after.calls - before.calls
+        said = f"{kind}: {calls} calls, {up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down a step"
+        (Path(folder) / kind).write_text(said)
+        serve_worker(step)
+
+
+def run_kinds(repeats: int = 5) -> dict[str, Any]:
+    """Returns the median seconds of a step by run, the traffic, and median ratios of one run to another."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        url, _ = stack.enter_context(provider(Path(folder)))
+        workers = {}
+        for kind in KINDS:
+            workers[f"local {kind}"] = stack.enter_context(Worker(__name__, "kind-local", kind))
+            workers[f"remote {kind}"] = stack.enter_context(Worker(__name__, "kind-remote", url, folder, kind))
+        seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats)
+        traffic = [(Path(folder) / kind).read_text() for kind in KINDS]
+    return {
+        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "traffic": traffic,
+        "remote DoRA / remote LoRA": ratios(seconds, "remote LoRA")["remote DoRA"],
+        "local DoRA / local LoRA": ratios(seconds, "local LoRA")["local DoRA"],
+        "remote DoRA / local DoRA": ratios(seconds, "local DoRA")["remote DoRA"],
+    }
+
+
+def compare_dora(arguments: Sequence[str]) -> None:
+    """Compares DoRA with LoRA and prints its results."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune_step dora")
+    parser.add_argument("--repeats", type=int, default=5)
+    result = run_kinds(parser.parse_args(arguments).repeats)
+    print(f"| step {SHAPE[0]}×{SHAPE[1]} | s |\n|---|---|")
+    for name, value in result.pop("seconds").items():
+        print(f"| {name} | {value:.2f} |")
+    print(*result.pop("traffic"), sep="\n")
+    for name, ratio in result.items():
+        print(f"{name}: {ratio:.2f}")
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["local"]:
         import torch
@@ -166,5 +221,11 @@ if __name__ == "__main__":
         serve_worker(step_of(local_model().to(getattr(torch, sys.argv[2]))))
     elif sys.argv[1:2] == ["remote"]:
         remote_step(*sys.argv[2:])
+    elif sys.argv[1:2] == ["dora"]:
+        compare_dora(sys.argv[2:])
+    elif sys.argv[1:2] == ["kind-local"]:
+        serve_worker(step_of(local_model(), use_dora=sys.argv[2] == "DoRA"))
+    elif sys.argv[1:2] == ["kind-remote"]:
+        remote_kind(*sys.argv[2:])
     else:
         main()

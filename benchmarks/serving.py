@@ -7,6 +7,10 @@ those of `lattice` include the masks that were made for the run. Runs of all kin
 medians over the rounds. The peer is transformers' `generate` with the same model in float32, on left-padded batches.
 
 With `--whole`, runs over links of 1 and 20 ms follow, which need root, and the load times of adapters by tier.
+
+`python -m benchmarks.serving kept` measures the time to the first token of a long prompt, with and without its
+beginning in the engine's prefix cache. There is no mask. Prompts with a kept beginning and prompts that begin anew take
+turns.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks import adapter_loading
-from benchmarks.adapter_loading import save, smollm2_shapes
+from benchmarks import adapters
+from benchmarks.adapters import save, smollm2_shapes
 from benchmarks.common import local_model, local_tokenizer, processor_s, provider, rss_mb
 from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 
 NEW_TOKENS = 48
 SWITCHES = 50
-"""The number of switches of adapters whose median times `--whole` prints, the same as `benchmarks.adapter_loading`
+"""The number of switches of adapters whose median times `--whole` prints, the same as `benchmarks.adapters`
 makes."""
 REQUESTS = (1, 8, 16, 32)
 NUM_ADAPTERS = 16
@@ -364,7 +368,53 @@ def main() -> None:
             print(f"\nOver a link with a round trip of {round_trip_ms:g} ms, {num_new} new tokens:\n", flush=True)
             print(over_link(round_trip_ms, num_new), flush=True)
         print()
-        adapter_loading.report(SWITCHES)
+        adapters.report(SWITCHES)
+
+
+KEPT_ROUNDS = 5
+DOCUMENT = "The tide gauge at the old harbour was read every hour, and each reading was written into a ledger. " * 20
+
+
+def first_token_s(engine: Any, text: str, caller: str) -> tuple[float, Any]:
+    """Returns the seconds from a request to its first token, and the answer."""
+    began, times = time.perf_counter(), list[float]()
+
+    def clock(_: Any, logits: Any) -> Any:
+        times.append(time.perf_counter())
+        return logits
+
+    answer = engine.submit(text, max_new_tokens=1, logits_processor=[clock], caller=caller)
+    answer.result()
+    return times[0] - began, answer
+
+
+def compare_kept() -> None:
+    """Measures both kinds of prompts and prints the result as a table."""
+    import tenant_sdk
+
+    tenant_sdk.tune()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        provider(Path(folder)) as (url, _),
+        tenant_sdk.TenantClient(
+            url, identity=Path(folder) / "bench", mask="off", arithmetic="ring", cache=folder, progress=False
+        ) as client,
+        tenant_sdk.Engine(client, prefix_bytes=1 << 28) as engine,
+    ):
+        first_token_s(engine, DOCUMENT, "kept")
+        kept, fresh, reused = [], [], 0
+        for number in range(KEPT_ROUNDS):
+            question = f"{DOCUMENT} What was written on day {number}?"
+            seconds, answer = first_token_s(engine, question, "kept")
+            kept.append(seconds)
+            reused = answer.num_reused_tokens
+            fresh.append(first_token_s(engine, question, f"new {number}")[0])
+    print("| prompt, tokens | of these kept | first token, s | without | ratio |\n|---|---|---|---|---|")
+    ratio = statistics.median(a / b for a, b in zip(kept, fresh, strict=True))
+    print(
+        f"| {answer.num_prompt_tokens} | {reused} | {statistics.median(kept):.2f} | {statistics.median(fresh):.2f} "
+        f"| {ratio:.2f} |"
+    )
 
 
 if __name__ == "__main__":
@@ -372,5 +422,7 @@ if __name__ == "__main__":
         local()
     elif sys.argv[1:2] == ["remote"]:
         remote(*sys.argv[2:])
+    elif sys.argv[1:2] == ["kept"]:
+        compare_kept()
     else:
         main()

@@ -266,7 +266,7 @@ def _save_adapters(folder: Path, count: int) -> None:
     if count:
         import torch
 
-        from benchmarks.adapter_loading import save, smollm2_shapes
+        from benchmarks.adapters import save, smollm2_shapes
 
         model = smollm2_shapes()
         for number in range(count):

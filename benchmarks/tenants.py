@@ -1,8 +1,8 @@
 """Compares fine-tuning tenants of one provider with as many local processes, by tokens per second and by memory.
 
-The command is `python -m benchmarks.tenants [throughput | saving]`. With `--carrier ipc` or `--carrier "shared tensor"`
-tenants reach the provider in another way than by the tensor port; `--tenants 4` measures four tenants only. For
-`throughput`, local processes run transformers + PEFT. Each tenant, and each local process, has one thread and takes
+The command is `python -m benchmarks.tenants [throughput | saving]`. With `--carrier ipc` tenants
+reach the provider in another way than by the tensor port; `--tenants 4` measures four tenants only. For `throughput`,
+local processes run transformers + PEFT. Each tenant, and each local process, has one thread and takes
 LoRA steps of 2 × 256 tokens on SmolLM2-135M. All processes of a side, the provider included, run at the same time on
 this machine. With up to four tenants, both sides take turns, round after round. Memory is the PSS of processes, so that
 a page that several of them share is counted once in their sum.
@@ -152,10 +152,8 @@ def tenant(url: str, folder: str, name: str) -> None:
     tenant_sdk.tune()
     import torch
 
-    from benchmarks.shared_tensor import reach
-
     torch.set_num_threads(1)
-    with tenant_sdk.TenantClient(reach(url), identity=Path(folder) / name, mask="off", cache=folder) as client:
+    with tenant_sdk.TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
         serve_worker(step_of(client.load_model()))
 
 
@@ -254,7 +252,7 @@ def main() -> None:
     """Runs the comparisons that the command line names, by default both, and prints their tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tenants")
     parser.add_argument("what", nargs="*", help="throughput, saving; by default both")
-    parser.add_argument("--carrier", default="", choices=("", "gRPC", "ipc", "shared tensor"))
+    parser.add_argument("--carrier", default="", choices=("", "gRPC", "ipc"))
     parser.add_argument("--tenants", nargs="+", type=int, default=NUM_TENANTS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args()

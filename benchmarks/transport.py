@@ -1,41 +1,239 @@
 """Compares calls to a provider by each carrier with a raw-bytes gRPC echo over the same mutual TLS.
 
-The carriers are the tensor port, gRPC, a Unix socket (ipc), and the shared tensor of the Symbiosis paper. The echo is
-the simplest server of grpc's public Python API: one thread sends back each message. To measure the goodput
-of large calls, the provider's product is replaced by the identity, so that only transport is compared. Large calls are
-measured with IN_FLIGHT tensors in flight on each side. They are also measured with one tensor in flight, which shows
-the fixed cost of a call.
+The carriers are the tensor port, gRPC, and a Unix socket (ipc). The echo is the simplest server of grpc's public Python
+API: one thread sends back each message. To measure the goodput of large calls, the provider's product is replaced by
+the identity, so that only transport is compared. Large calls are measured with IN_FLIGHT tensors in flight on each
+side. They are also measured with one tensor in flight, which shows the fixed cost of a call.
+
+`python -m benchmarks.transport ipc` measures the carriers alone: it compares the time of an echo on a Unix socket with
+that on the tensor port, without requests or products. The tensor port uses TLS on TCP; on the Unix socket, nothing is
+encrypted after the handshake. A separate process echoes every message, with the loop in which the provider serves a
+connection (`provider.net.carrier`). Both ends poll before they sleep, as in normal use. The two kinds of socket take
+turns in every round, so that changes of the machine's speed affect both alike. A small message has the size of one row
+of a decode step; a large one is a tensor in chunks.
+
+The small echo is also measured on a bare Unix socket: two loops of Python that poll, receive and send, and do nothing
+else. So its time is a lower bound for any transport in Python on a Unix socket.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import queue
+import select
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import ipc_echo
-from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction
+from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES
 from wire.payload import RowsPayload
+from wire.transport.busy_poll import MOST_S, BusyPoll
 
 if TYPE_CHECKING:
     from wire.transport.connection import Connection
     from wire.transport.identity import TlsIdentity
+    from wire.transport.message_socket import MessageSocket
     from wire.transport.stream_connection import StreamConnection
+
+
+SMALL_BYTES = HEADER_BYTES + 4 * 576
+"""The size of the small message, 2.3 KB: a header and a row of SmolLM2's width."""
+NUM_CHUNKS = 4
+"""The number of chunks, of 1 MiB each, in the large message."""
+BARS = {"2.3 KB": 0.4, "4 MB": 0.5}
+"""The targets, by size of message: an echo on the Unix socket may take at most this share of the time that an echo on
+the tensor port takes in the same round."""
+CALLS = {"2.3 KB": 400, "4 MB": 12}
+_BARE_NAME = "bare.sock"
+
+
+def serve_sockets(state: str, folder: str) -> None:
+    """Echoes on one connection of each kind (TLS on TCP, ipc, and a bare Unix socket) until standard input ends; prints
+    `ready` and the TCP port."""
+    from provider.identity.authority import StateDir, issue_server_certificate
+    from wire.transport.ipc.folder import SOCKET_NAME
+    from wire.transport.ipc.handshake import provider_handshake
+    from wire.transport.tls import IPC_ALPN, handshake, server_context
+
+    key, chain, ca = issue_server_certificate(StateDir(Path(state)), "127.0.0.1")
+    tcp = socket.create_server(("127.0.0.1", 0))
+    here, bare = (_listen(Path(folder) / name) for name in (SOCKET_NAME, _BARE_NAME))
+    ipc_context, tls_context = server_context(ca, chain, key, IPC_ALPN), server_context(ca, chain, key)
+
+    def accept() -> None:
+        plain, _ = here.accept()
+        _echo_socket(provider_handshake(plain, ipc_context))
+
+    def accept_tcp() -> None:
+        plain, _ = tcp.accept()
+        _echo_socket(handshake(plain, tls_context))
+
+    def accept_bare() -> None:
+        plain, _ = bare.accept()
+        buffer = bytearray(SMALL_BYTES)
+        while _bare_receive(plain, buffer):
+            plain.sendall(buffer)
+
+    for work in (accept, accept_tcp, accept_bare):
+        threading.Thread(target=work, daemon=True).start()
+    print(f"ready {tcp.getsockname()[1]}", flush=True)
+    sys.stdin.read()
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
+def _bare_receive(plain: socket.socket, buffer: bytearray) -> int:
+    """Polls until bytes have come, then waits for a whole small message and writes it to `buffer`. Returns the number
+    of bytes, or 0 if the other end has closed the connection."""
+    poll = select.poll()
+    poll.register(plain, select.POLLIN)
+    while not poll.poll(0):
+        os.sched_yield()
+    return plain.recv_into(buffer, 0, socket.MSG_WAITALL)
+
+
+class _EchoSession:
+    """Stands in for a provider's session: sends every received message back."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes | memoryview] = deque()
+        self.notify: Callable[[], None] = lambda: None
+        self.is_over = False
+
+    def receive(self, message: bytes | memoryview) -> bool:
+        self._waiting.append(message)
+        return True
+
+    def next_frame(self) -> bytes | memoryview | None:
+        return self._waiting.popleft() if self._waiting else None
+
+    def end_input(self) -> None:
+        self.is_over = True
+
+    def end(self, _code: object = None) -> None:
+        self.is_over = True
+
+    close = stop_sending = end
+
+
+def _echo_socket(connection: MessageSocket) -> None:
+    from provider.net.carrier import carry
+
+    session: Any = _EchoSession()
+    carry(session, connection, BusyPoll())
+
+
+def _round_trip(connection: MessageSocket, messages: list[bytes]) -> float:
+    """Sends messages, and returns the seconds until all of them have come back."""
+    began, left = time.perf_counter(), len(messages)
+    for message in messages:
+        connection.send(message)
+    while left:
+        while left and connection.next_message() is not None:
+            left -= 1
+        if left:
+            connection.wait()
+    return time.perf_counter() - began
+
+
+def _bare_round_trip(plain: socket.socket, message: bytes) -> float:
+    began, buffer = time.perf_counter(), bytearray(SMALL_BYTES)
+    plain.sendall(message)
+    _bare_receive(plain, buffer)
+    return time.perf_counter() - began
+
+
+def run_sockets(repeats: int = 7) -> dict[str, dict[str, float]]:
+    """Returns, for each size of message, the median microseconds of an echo on the tensor port ("tensor port") and on
+    the Unix socket ("ipc"), and the median over the rounds of "ipc" divided by "tensor port" ("ratio"). For the small
+    message, "bare" is the median of an echo on a bare socket."""
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        tcp, here, bare = _connect_sockets(Path(scratch), stack)
+        header = Header(FrameType.REPLY).pack()
+        large = [header + bytes(CHUNK_BYTES)] * NUM_CHUNKS
+        messages = {"2.3 KB": [header + bytes(SMALL_BYTES - HEADER_BYTES)], "4 MB": large}
+        found = {}
+        for size, parts in messages.items():
+            rounds = []
+            for repeat in range(repeats + 1):
+                each = [
+                    statistics.median(_round_trip(one, parts) for _ in range(CALLS[size])) * 1e6 for one in (tcp, here)
+                ]
+                if len(parts) == 1:
+                    each.append(statistics.median(_bare_round_trip(bare, parts[0]) for _ in range(CALLS[size])) * 1e6)
+                if repeat:  # the first round warms up
+                    rounds.append(each)
+            found[size] = {
+                "tensor port": statistics.median(pair[0] for pair in rounds),
+                "ipc": statistics.median(pair[1] for pair in rounds),
+                "ratio": statistics.median(pair[1] / pair[0] for pair in rounds),
+            }
+            if len(parts) == 1:
+                found[size]["bare"] = statistics.median(pair[2] for pair in rounds)
+        return found
+
+
+def _connect_sockets(root: Path, stack: contextlib.ExitStack) -> tuple[MessageSocket, MessageSocket, socket.socket]:
+    from provider.identity.authority import StateDir
+    from provider.identity.registry import enroll
+    from wire.transport.identity import load_identity
+    from wire.transport.ipc.folder import SOCKET_NAME
+    from wire.transport.ipc.handshake import tenant_handshake
+    from wire.transport.tls import IPC_ALPN, client_context, handshake
+
+    enroll(StateDir(root / "state"), "bench", root / "bench", "grpcs://127.0.0.1:1")
+    identity = load_identity(root / "bench")
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.transport", "sockets", str(root / "state"), str(root)]
+    child = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    stack.callback(lambda: child.stdin and child.stdin.close())
+    port = int((child.stdout.readline() if child.stdout else "").split()[1])
+    given = (identity.ca_pem, identity.cert_pem, identity.key_pem)
+    tcp = handshake(socket.create_connection(("127.0.0.1", port)), client_context(*given), "127.0.0.1", MOST_S)
+    stack.callback(tcp.release)
+    plain = socket.socket(socket.AF_UNIX)
+    plain.connect(str(root / SOCKET_NAME))
+    here = tenant_handshake(plain, client_context(*given, IPC_ALPN), MOST_S)
+    stack.callback(here.release)
+    bare = stack.enter_context(socket.socket(socket.AF_UNIX))
+    bare.connect(str(root / _BARE_NAME))
+    return tcp, here, bare
+
+
+def report_sockets(found: dict[str, dict[str, float]], tell: Callable[[str], None] = print) -> None:
+    """Prints the results as a table."""
+    tell("| echo of | tensor port, µs | ipc, µs | ratio, median of pairs | bar |\n|---|---|---|---|---|")
+    for size, one in found.items():
+        bar, is_met = BARS[size], one["ratio"] <= BARS[size]
+        tell(
+            f"| {size} | {one['tensor port']:.0f} | {one['ipc']:.0f} | {one['ratio']:.2f} | "
+            f"{bar}: {'met' if is_met else '**missed**'} |"
+        )
+    for size, one in found.items():
+        if "bare" in one:
+            tell(f"\nA bare socket, {size}: {one['bare']:.1f} µs")
+
 
 SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
 IN_FLIGHT = 4
-CARRIERS = ("", ", by gRPC", ", by ipc", ", by shared tensor")
+CARRIERS = ("", ", by gRPC", ", by ipc")
 """The endings of the names in `KINDS`, which say by which carrier a tenant reaches the provider. The empty ending is
 the tensor port."""
 KINDS = tuple(f"{what}{carrier}" for what in ("real", "identity") for carrier in CARRIERS)
@@ -93,16 +291,10 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
             return list(parts)
 
     served = serve_model(load(resolve(folder)), "int8", "*o_proj")
-    is_shared = kind.endswith("by shared tensor")
-    ipc = Path(tempfile.mkdtemp(dir=Path(state).parent)) if is_shared or kind.endswith("by ipc") else None
+    ipc = Path(tempfile.mkdtemp(dir=Path(state).parent)) if kind.endswith("by ipc") else None
     server = Server("127.0.0.1", 0, StateDir(Path(state)), tensor_port=None if kind.endswith("by gRPC") else 0, ipc=ipc)
-    service = server.start(IdentityModel(served) if kind.startswith("identity") else ServedModel(served))
+    server.start(IdentityModel(served) if kind.startswith("identity") else ServedModel(served))
     url = f"grpcs://127.0.0.1:{server.port}" if ipc is None else f"ipc:{ipc}"
-    if is_shared and ipc is not None:
-        from benchmarks.shared_tensor_port import SharedTensorPort
-
-        SharedTensorPort(ipc, service)
-        url = f"shared:{ipc}"
     print(f"ready {url}", flush=True)
     sys.stdin.read()
     server.stop()
@@ -196,8 +388,8 @@ def run(repeats: int = 7) -> dict[str, Any]:
     `small_us` and `above_echo_us` hold, by kind of provider, the microseconds of a small call and its excess over the
     echo; `small_us` also has those of the echo itself, as `echo`. The other figures are of large calls, by (size in
     MiB, number in flight). `share` and `share by gRPC` are the goodput on the tensor port and by gRPC, divided by the
-    echo's. `mb_per_s` is the goodput on the tensor port, in MB/s. `ipc` and `shared tensor` are the times of calls by
-    these carriers, divided by the times on the tensor port.
+    echo's. `mb_per_s` is the goodput on the tensor port, in MB/s. `ipc` are the times of calls by
+    ipc, divided by the times on the tensor port.
     """
     from wire.transport.event_engine import prefer_waiting_in_place
 
@@ -227,14 +419,10 @@ def run(repeats: int = 7) -> dict[str, Any]:
 
 
 def _connect(url: str, identity: TlsIdentity) -> StreamConnection:
-    from benchmarks.shared_tensor import SCHEME as SHARED
-    from benchmarks.shared_tensor import SharedTensorConnection
     from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.ipc.connection import IpcConnection
     from wire.transport.ipc.folder import SCHEME
 
-    if url.startswith(SHARED):
-        return SharedTensorConnection(SCHEME + url.removeprefix(SHARED), identity)
     return (IpcConnection if url.startswith(SCHEME) else GrpcConnection)(url, identity)
 
 
@@ -269,7 +457,7 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
         for size, in_flight in large:
             count = max(16, 64 // size)
             echo_s = seconds_of(lambda s=size: echo.send(s), lambda _, s=size: echo.receive(s), count, in_flight)
-            ours_s, by_grpc_s, by_ipc_s, shared_s = (
+            ours_s, by_grpc_s, by_ipc_s = (
                 seconds_of(
                     lambda s=size, c=connections[f"identity{carrier}"]: c.submit(call, rows[s], FEATURES),
                     lambda sent: sent.result(),
@@ -279,7 +467,7 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
                 for carrier in CARRIERS
             )
             rate = (size << 20) / ours_s / 1e6
-            shares[size, in_flight] = (echo_s / ours_s, rate, echo_s / by_grpc_s, by_ipc_s / ours_s, shared_s / ours_s)
+            shares[size, in_flight] = (echo_s / ours_s, rate, echo_s / by_grpc_s, by_ipc_s / ours_s)
         if repeat:  # the first round warms up
             for name, value in times.items():
                 small[name].append(value)
@@ -292,7 +480,6 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
         "share": {key: statistics.median(pair[0] for pair in pairs) for key, pairs in large.items()},
         "share by gRPC": {key: statistics.median(pair[2] for pair in pairs) for key, pairs in large.items()},
         "ipc": {key: statistics.median(pair[3] for pair in pairs) for key, pairs in large.items()},
-        "shared tensor": {key: statistics.median(pair[4] for pair in pairs) for key, pairs in large.items()},
         "mb_per_s": {key: statistics.median(pair[1] for pair in pairs) for key, pairs in large.items()},
     }
 
@@ -308,18 +495,14 @@ def main() -> None:
         above = result["above_echo_us"].get(name)
         print(f"| {name} | {value:.0f} | {'' if above is None else f'{above:.0f}'} |")
     print(
-        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC | by ipc, × the time | "
-        "shared tensor |"
-        "\n|---|---|---|---|---|---|---|"
+        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC | by ipc, × the time |"
+        "\n|---|---|---|---|---|---|"
     )
     for key, share in result["share"].items():
         rate, by_grpc = result["mb_per_s"][key], result["share by gRPC"][key]
-        print(
-            f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} | {result['ipc'][key]:.2f} | "
-            f"{result['shared tensor'][key]:.2f} |"
-        )
+        print(f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} | {result['ipc'][key]:.2f} |")
     print()
-    ipc_echo.report(ipc_echo.run(repeats))
+    report_sockets(run_sockets(repeats))
 
 
 if __name__ == "__main__":
@@ -327,5 +510,9 @@ if __name__ == "__main__":
         serve_echo(sys.argv[2])
     elif sys.argv[1:2] == ["provider"]:
         serve_provider(*sys.argv[2:])
+    elif sys.argv[1:2] == ["sockets"]:
+        serve_sockets(*sys.argv[2:])
+    elif sys.argv[1:2] == ["ipc"]:
+        report_sockets(run_sockets())
     else:
         main()

@@ -138,7 +138,7 @@ def places(site: Site) -> Rows:
     """Measures one and two clients in each place, with a provider of one process and with one of two shards (Figures 13
     to 17), and one and two local processes.
 
-    On the provider's own host, clients reach it by its Unix socket, by the shared tensor or by TCP. The other host is a
+    On the provider's own host, clients reach it by its Unix socket or by TCP. The other host is a
     network namespace behind a link of 1 Gbit/s with a round trip of 1 ms. It is left out if namespaces cannot be made.
     """
     rows: Rows = []
@@ -162,7 +162,7 @@ def places(site: Site) -> Rows:
 
 def _at_each_place(site: Site, one: Served, hosts: Hosts | None, shards: int) -> Rows:
     rows: Rows = []
-    ways = {"same host, ipc": "ipc", "same host, shared tensor": "shared-tensor", "same host, TCP": "tcp"}
+    ways = {"same host, ipc": "ipc", "same host, TCP": "tcp"}
     if hosts is not None:
         ways[OTHER_HOST] = "tcp"
     for place, transport in ways.items():

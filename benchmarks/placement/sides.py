@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.common import Worker, child_pids, processor_s, provider, pss_mb
 from benchmarks.placement.worker import NUM_TOKENS, Job
 
-TRANSPORTS = ("tcp", "ipc", "shared-tensor", "inproc")
-"""The ways from a tenant to its provider: TLS on the tensor port, a Unix socket on the same host, the shared tensor of
-the Symbiosis paper (`benchmarks.shared_tensor`), or the provider inside the tenant's process."""
+TRANSPORTS = ("tcp", "ipc", "inproc")
+"""The ways from a tenant to its provider: TLS on the tensor port, a Unix socket on the same host, or the provider
+inside the tenant's process."""
 
 _INSTRUCTIONS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8")
 
@@ -60,8 +60,7 @@ class Served:
         # Each tenant keeps hints of its own: hints belong to the seed that their tenant drew.
         cache = str(self.folder / "cache" / name)
         return Job(
-            str(site.model), url, str(self.folder / name), cache=cache, report=cache + ".json",
-            has_shared_tensor=transport == "shared-tensor", **changes,
+            str(site.model), url, str(self.folder / name), cache=cache, report=cache + ".json", **changes,
         )  # fmt: skip
 
 
@@ -81,11 +80,7 @@ def served(
     folder = site.scratch / f"provider-{time.monotonic_ns()}"
     (folder / "cache").mkdir(parents=True)
     fixed = ("--model", str(site.model), "--host", host, "--ipc", str(folder / "ipc"))
-    # This is `provider serve`, which offers the shared tensor as well.
-    with provider(folder, *fixed, *options, tenants=tuple(names), core=core, module="benchmarks.shared_tensor") as (
-        url,
-        pid,
-    ):
+    with provider(folder, *fixed, *options, tenants=tuple(names), core=core) as (url, pid):
         yield Served(url, folder, (pid, *child_pids(pid)))
 
 

@@ -30,7 +30,6 @@ class Job:
         model: the folder of the model.
         url: the provider's URL for a tenant; empty for a local process, which runs transformers + PEFT.
         identity: the folder of the tenant's identity; None for a local process or a provider in the tenant's process.
-        has_shared_tensor: whether requests to an ipc: URL go by the shared tensor (`benchmarks.shared_tensor`).
         mask: the tenant's mask.
         cache: the tenant's folder for bundles and hints.
         rank, targets: the LoRA adapter.
@@ -43,7 +42,6 @@ class Job:
     model: str
     url: str = ""
     identity: str | None = None
-    has_shared_tensor: bool = False
     mask: str = "off"
     cache: str | None = None
     rank: int = DEFAULT_LORA.rank
@@ -110,10 +108,6 @@ def run_tenant(job: Job) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if job.has_shared_tensor:
-        from benchmarks.shared_tensor import use
-
-        use()
     options = {"background": False} if job.mask == "lattice" else {}
     with tenant_sdk.TenantClient(
         job.url, identity=job.identity, mask=job.mask, arithmetic="ring", mask_options=options, cache=job.cache,

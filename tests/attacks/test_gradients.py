@@ -30,8 +30,8 @@ from attacks.seen.forward_passes import ForwardPass, Opened, forward_passes
 from attacks.seen.public_model import describe
 from attacks.seen.view import Exchange, View, write_recording
 from tenant_sdk import TenantClient, embedded
-from tests.support.quick_training import lora
-from tests.support.wrapped_model import WrappedModel
+from tests.support.providers import WrappedModel
+from tests.support.training import lora
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection

@@ -26,8 +26,7 @@ from noise.masks.lattice import Lattice
 from noise.params import NOMINAL_SIGMA, PARAMETERS, LatticeParameters
 from noise.scheme import GroupSpec, encode_rows
 from runtime.threads import one_core
-from tests.support.answered import Answered
-from tests.support.schoolbook import reference_product
+from tests.support.lattice import Answered, reference_product
 from tests.support.spies import results_of
 from wire.errors import ConfigurationError
 from wire.frame import Call, Direction

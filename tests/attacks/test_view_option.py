@@ -25,7 +25,7 @@ from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient
-from tests.support.serving import serving
+from tests.support.providers import serving
 from wire.errors import ConfigurationError
 
 # ---- recordings -----------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from noise.masks.lattice import Lattice
 from noise.scheme import GroupSpec
 from provider.net.server import Server
 from tenant_sdk import TenantClient
-from tests.support.chat_model import make_chat_model
-from tests.support.mask_parameters import TOY_OPTIONS
-from tests.support.serving import make_served_model, serving
+from tests.support.lattice import TOY_OPTIONS
+from tests.support.providers import make_served_model, serving
+from tests.support.tiny_models import make_chat_model
 from wire.errors import Unavailable
 from wire.frame import Direction
 from wire.transport.grpc_connection import GrpcConnection

@@ -20,12 +20,12 @@ from provider.net.windows import Windows
 from provider.schedule.fairness import Policy
 from provider.shards.router import Shard
 from tenant_sdk import TenantClient, session
-from tests.support.chat_model import make_chat_model
-from tests.support.cuda_stand_in import UNIT, stand_in
-from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.cuda import UNIT, stand_in
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.parity import RELATIVE, adapted, batch, grads, relative
-from tests.support.quick_training import lora
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import lora
 from wire.payload import Payload
 from wire.transport.ipc import window as window_module
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
 from tenant_sdk.testing import character_tokenizer
-from tests.support.chat_model import make_chat_model
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, lora
 from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, TransportError
 from wire.transport.grpc_connection import GrpcConnection

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
-from tests.support.provider_command import Serving
+from tests.support.commands import Serving
 from tests.support.repository import ROOT
 from tests.support.tiny_models import make_tiny
 from tests.support.waiting import WAIT_S

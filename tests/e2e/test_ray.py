@@ -21,13 +21,20 @@ from provider.operations.monitor import read_metrics
 from provider.serve import NODE_LOST_EXIT
 from tenant_sdk import ProviderAwayWarning, TenantClient
 from tenant_sdk.training import checkpoints
-from tests.support.chat_model import make_chat_model
+from tests.support.commands import Serving, one_line_error, run
 from tests.support.identities import ENDPOINT
-from tests.support.private_network import private_network, why_not
-from tests.support.provider_command import Serving, one_line_error, run
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.ray_cluster import RayCluster, actor_pids, lone_head, make_settings, node_of
-from tests.support.serving import make_served_model, serving
+from tests.support.providers import make_served_model, serving
+from tests.support.ray_cluster import (
+    RayCluster,
+    actor_pids,
+    lone_head,
+    make_settings,
+    node_of,
+    private_network,
+    why_not,
+)
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, lora
 from tests.support.waiting import WAIT_S, until
 from wire.transport.grpc_connection import GrpcConnection
 

@@ -23,10 +23,10 @@ from provider.shards.local import LocalShards
 from provider.shards.router import Shard
 from tenant_sdk import TenantClient
 from tenant_sdk.training import checkpoints
-from tests.support.chat_model import make_chat_model
-from tests.support.provider_command import Serving, one_line_error, run
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import make_served_model, serving
+from tests.support.commands import Serving, one_line_error, run
+from tests.support.providers import make_served_model, serving
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, lora
 from tests.support.waiting import comes, until
 from wire.errors import Unavailable
 from wire.frame import Arithmetic, Call, Direction

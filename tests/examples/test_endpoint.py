@@ -17,10 +17,10 @@ import pytest
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
+from tests.support.commands import ServeCommand
 from tests.support.endpoints import endpoint_of
 from tests.support.repository import ROOT
 from tests.support.saved_adapters import save_adapter
-from tests.support.serve_command import ServeCommand
 
 PAGE = (ROOT / "docs" / "endpoint.md").read_text()
 

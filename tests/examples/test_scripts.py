@@ -15,8 +15,8 @@ from peft import PeftConfig
 from safetensors.torch import load_file
 
 from tenant_sdk.testing import ScriptedProvider
-from tests.support.client_seams import before_requests
 from tests.support.repository import ROOT
+from tests.support.spies import before_requests
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,8 @@ import torch
 
 from provider.model.served_model import ServedModel
 from provider.schedule.ticket import RequestClass
-from tests.support.executor_gate import FLOAT, RING, Gate
-from tests.support.ring_products import CALL
-from tests.support.ring_rows import COLS, ring_rows
+from tests.support.executors import FLOAT, RING, Gate
+from tests.support.ring_products import CALL, COLS, ring_rows
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows

@@ -18,8 +18,7 @@ from noise.ledger.ledger import Ledger, Seed
 from noise.masks.lattice import Lattice
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
-from tests.support.lattice import Provider, weight_of
-from tests.support.mask_parameters import DEFAULT
+from tests.support.lattice import DEFAULT, Provider, weight_of
 from tests.support.spies import results_of
 
 

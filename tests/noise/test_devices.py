@@ -20,13 +20,20 @@ from noise.masks.pad import Pad
 from noise.polynomial import kernels as mask_kernels
 from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, RowEncoder, decode_rows, encode_rows
-from tests.support.cached import forget
-from tests.support.compiled_kernels import needs_products, needs_transforms
-from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, weight_of
-from tests.support.lattice_bounds import bounds, wide
-from tests.support.mask_parameters import DEFAULT, TOY
-from tests.support.ring_rows import ring_rows
-from tests.support.schoolbook import reference_product
+from tests.support.compiled_kernels import forget, needs_products, needs_transforms
+from tests.support.lattice import (
+    BACKWARD,
+    DEFAULT,
+    FORWARD,
+    TOY,
+    Provider,
+    bounds,
+    reference_product,
+    rows_of,
+    weight_of,
+    wide,
+)
+from tests.support.ring_products import ring_rows
 from wire.frame import Arithmetic, Direction
 from wire.ring import coding, product
 from wire.ring import kernels as wire_kernels

@@ -25,7 +25,7 @@ import torch
 from noise import sampling
 from noise.params import PARAMETERS, LatticeParameters
 from noise.sampling import Csprng, centred_binomial, discrete_gaussian, error, error_bound, ternary
-from tests.support.forked_child import in_child
+from tests.support.threads import in_child
 from tests.support.waiting import end
 from wire.errors import ConfigurationError
 

@@ -16,10 +16,10 @@ import torch
 
 from noise import verify
 from noise.verify import FAILED, Verifier
-from tests.support.forked_child import in_child
 from tests.support.lattice import weight_of
 from tests.support.reachable import reachable
-from tests.support.ring_rows import ring_rows
+from tests.support.ring_products import ring_rows
+from tests.support.threads import in_child
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
 from wire.ring import coding

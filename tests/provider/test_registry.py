@@ -14,8 +14,8 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.identity.revocations import HELD_OVER_S, RegistryUnreadable, RevocationList
 from provider.net.admission import AccessCheck
-from tests.support.open_files import exhausted
-from tests.support.registry_fault import Fault
+from tests.support.files import exhausted
+from tests.support.providers import Fault
 from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, WireCode, code_of
 

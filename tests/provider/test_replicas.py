@@ -18,9 +18,8 @@ from provider.engine.request import Outcome
 from provider.model.served_model import ServedModel
 from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
-from tests.support.executor_gate import Answer
-from tests.support.ring_products import CALL
-from tests.support.ring_rows import ring_rows
+from tests.support.executors import Answer
+from tests.support.ring_products import CALL, ring_rows
 from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable
 from wire.frame import Call

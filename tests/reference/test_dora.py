@@ -12,9 +12,8 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from tenant_sdk import TenantClient, for_remote_base
-from tests.support.dequantised import dequantised
 from tests.support.mask_site import MODEL_NOISE
-from tests.support.parity import RELATIVE, adapted, batch, grads, local, lora, losses_of_steps, relative
+from tests.support.parity import RELATIVE, adapted, batch, dequantised, grads, local, lora, losses_of_steps, relative
 from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")

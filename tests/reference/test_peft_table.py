@@ -7,8 +7,19 @@ from collections.abc import Iterator
 import pytest
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType
 
-from tests.support.peft_cases import CASES, NOT_ROWS, Case, starts_of, variants_of_lora
-from tests.support.peft_table import Site, bound_of_line, line_of, lines_of_page, measure, opened
+from tests.support.peft_table import (
+    CASES,
+    NOT_ROWS,
+    Case,
+    Site,
+    bound_of_line,
+    line_of,
+    lines_of_page,
+    measure,
+    opened,
+    starts_of,
+    variants_of_lora,
+)
 
 STARTS_OF_LORA = ("LORA", "ADALORA")
 """The kinds whose configs have the setting `init_lora_weights`. AdaLoRA does not read it."""

@@ -12,7 +12,7 @@ from tests.support.repository import ROOT
 
 READS = """
 import ctypes, sys, torch
-from tests.support.guarded_memory import guarded
+from tests.support.compiled_kernels import guarded
 tensor = guarded(torch.arange(5, dtype=torch.int32))
 assert tensor.tolist() == [0, 1, 2, 3, 4]
 ctypes.string_at(tensor.data_ptr(), int(sys.argv[1]))

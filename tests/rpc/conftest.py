@@ -15,8 +15,11 @@ from provider.net.admission import Admission
 from provider.net.server import Server
 from provider.net.windows import Windows
 from provider.shards.router import Shard
-from tests.support.loopback_provider import LIMITS, Provider
-from tests.support.quick_sweeps import quick_sweeps  # noqa: F401
+from tests.support.providers import (
+    LIMITS,
+    Provider,
+    quick_sweeps,  # noqa: F401
+)
 from tests.support.tiny_models import make_tiny
 
 

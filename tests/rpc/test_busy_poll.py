@@ -15,14 +15,9 @@ import provider.net.service as provider_service
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
 from provider.shards.router import ShardedExecutor
-from tests.support.loopback_provider import Provider
-from tests.support.quick_sweeps import QUICK_S
-from tests.support.raw_stream import RawStream
-from tests.support.raw_tls import RawTls
-from tests.support.ring_products import CALL, ask, assert_served
-from tests.support.ring_rows import COLS, ring_rows
-from tests.support.stream_sessions import service_of
-from tests.support.tensor_port import hear
+from tests.support.providers import QUICK_S, Provider, service_of
+from tests.support.raw_peers import RawStream, RawTls, hear
+from tests.support.ring_products import CALL, COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import WireCode

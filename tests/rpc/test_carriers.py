@@ -22,15 +22,10 @@ import torch
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
 from provider.net.ports import IpcPort, PortStatus, TensorPort
-from tests.support.links import BROKEN
-from tests.support.loopback_provider import Provider
-from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
-from tests.support.ring_rows import COLS, ring_rows
-from tests.support.stream_sessions import service_of
-from tests.support.tensor_port import carrier_of
+from tests.support.providers import Provider, SwitchedModel, service_of
+from tests.support.raw_peers import BROKEN, RawStream, carrier_of
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S, comes, until
-from tests.support.wrapped_model import SwitchedModel
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
 from wire.payload import RowsPayload
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from provider.cli import app
 from provider.identity.authority import UnknownTenant
 from provider.operations.usage import FILE_NAME
-from tests.support.provider_command import Serving, one_line_error, run
+from tests.support.commands import Serving, one_line_error, run
 from tests.support.ring_products import CALL
 from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, VeilbaseError

@@ -22,9 +22,8 @@ import pytest
 import torch
 
 from provider.model.served_model import ServedModel
-from tests.support.grpc_stand_in import GrpcStandIn, reply_to
-from tests.support.ring_products import REPLY_COLS
-from tests.support.ring_rows import COLS
+from tests.support.false_providers import GrpcStandIn, reply_to
+from tests.support.ring_products import COLS, REPLY_COLS
 from wire import frame
 from wire.errors import DeadlineExceeded, Unavailable, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header

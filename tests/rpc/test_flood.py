@@ -19,11 +19,10 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
 from provider.net.descriptors import Shares
-from tests.support.loopback_provider import Provider
+from tests.support.providers import Provider
+from tests.support.raw_peers import assert_ends, dial
 from tests.support.repository import ROOT
-from tests.support.ring_products import CALL, REPLY_COLS, assert_served
-from tests.support.ring_rows import ring_rows
-from tests.support.sockets import assert_ends, dial
+from tests.support.ring_products import CALL, REPLY_COLS, assert_served, ring_rows
 from tests.support.tiny_models import make_tiny
 from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S, until
 from wire.errors import AccessError, Unauthenticated, Unavailable

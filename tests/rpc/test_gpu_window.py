@@ -20,13 +20,10 @@ from provider.model.served_model import ServedModel
 from provider.net.windows import LEAST_BYTES, Windows
 from provider.schedule.fairness import Policy
 from provider.shards.router import Shard
-from tests.support.cuda_stand_in import UNIT, StandIn, stand_in
-from tests.support.links import SocketLink, connect_ipc, port_of
-from tests.support.loopback_provider import Provider
-from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, REPLY_COLS, ask
-from tests.support.ring_rows import COLS, ring_rows
-from tests.support.stream_sessions import service_of
+from tests.support.cuda import UNIT, StandIn, stand_in
+from tests.support.providers import Provider, service_of
+from tests.support.raw_peers import RawStream, SocketLink, connect_ipc, port_of
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, ring_rows
 from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import ConfigurationError, QuotaExceeded, VeilbaseError, WireCode

@@ -25,11 +25,9 @@ from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
 from provider.net.admission import MAX_CALLS_PER_TENANT
 from provider.net.session import Session
-from tests.support.loopback_provider import Provider
-from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, assert_served
-from tests.support.ring_rows import COLS
-from tests.support.stream_sessions import service_of, session_of
+from tests.support.providers import Provider, service_of, session_of
+from tests.support.raw_peers import RawStream
+from tests.support.ring_products import CALL, COLS, assert_served
 from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import WireCode

@@ -21,17 +21,12 @@ from provider.model.served_model import ServedModel
 from provider.net import carrier as carrier_module
 from provider.net.ports import IpcPort
 from provider.net.server import Server
-from tests.support.file_modes import mode, umask_of
-from tests.support.forked_child import in_child
-from tests.support.links import connect_ipc, dial_ipc, port_of
-from tests.support.loopback_provider import Provider
-from tests.support.raw_stream import RawStream
-from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
-from tests.support.relay import Relay
-from tests.support.ring_products import CALL, ask, assert_served
-from tests.support.ring_rows import COLS, ring_rows
-from tests.support.sockets import assert_ends
-from tests.support.tensor_port import hear, say
+from tests.support.files import mode, umask_of
+from tests.support.identities import expired_identity, foreign_identity, unregistered_identity
+from tests.support.providers import Provider
+from tests.support.raw_peers import RawStream, Relay, assert_ends, connect_ipc, dial_ipc, hear, port_of, say
+from tests.support.ring_products import CALL, COLS, ask, assert_served, ring_rows
+from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import (

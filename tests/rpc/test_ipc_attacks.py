@@ -17,14 +17,10 @@ import pytest
 
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from tests.support.file_modes import mode
-from tests.support.links import connect_ipc, dial_ipc, port_of
-from tests.support.loopback_provider import Provider
-from tests.support.raw_peer import RawPeer
-from tests.support.raw_stream import RawStream
-from tests.support.relay import Relay
+from tests.support.files import mode
+from tests.support.providers import Provider
+from tests.support.raw_peers import RawPeer, RawStream, Relay, assert_ends, connect_ipc, dial_ipc, port_of
 from tests.support.ring_products import assert_served
-from tests.support.sockets import assert_ends
 from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import ConfigurationError, Unauthenticated, Unavailable, WireCode, WrongPeer

@@ -37,15 +37,14 @@ from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
 from provider.serve import serve
 from provider.shards.router import Shard
-from tests.support.loopback_provider import Provider
-from tests.support.provider_command import (
+from tests.support.commands import (
     Serving,
     one_line_error,
     run,
 )
-from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
-from tests.support.ring_rows import COLS, ring_rows
+from tests.support.providers import Provider
+from tests.support.raw_peers import RawStream
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S, end, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
 from wire.frame import FrameType, Header, Purpose

@@ -15,9 +15,8 @@ from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.cli import app
 from tenant_sdk.session import AcceptedChangeWarning
-from tests.support.chat_model import make_chat_model
-from tests.support.loopback_provider import Provider
-from tests.support.serving import make_served_model
+from tests.support.providers import Provider, make_served_model
+from tests.support.tiny_models import make_chat_model
 from wire.errors import ProviderChanged
 
 OTHER = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"

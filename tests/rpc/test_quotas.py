@@ -20,10 +20,9 @@ from provider.operations.usage import TenantUsage
 from provider.schedule.fairness import Policy
 from provider.schedule.quota import TenantLimits
 from provider.schedule.ticket import DECODE_IN_FLIGHT, RequestClass
-from tests.support.loopback_provider import LIMITS, Provider
-from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
-from tests.support.ring_rows import COLS, ring_rows
+from tests.support.providers import LIMITS, Provider
+from tests.support.raw_peers import RawStream
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.waiting import until
 from wire import frame
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode

@@ -20,8 +20,7 @@ from provider.operations.usage import TenantUsage
 from provider.schedule.fairness import Policy
 from provider.schedule.quota import TenantLimits
 from tests.support.compiled_kernels import needs_products
-from tests.support.ring_products import CALL, REPLY_COLS
-from tests.support.ring_rows import COLS, ring_rows
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ring_rows
 from tests.support.waiting import comes
 from wire import frame
 from wire.errors import WireCode

@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from provider.engine import products
 from provider.model.served_model import ServedModel
 from provider.operations.recording import Recorder
-from tests.support.loopback_provider import LIMITS, Provider
-from tests.support.raw_stream import RawStream
-from tests.support.ring_products import REPLY_COLS, ask
-from tests.support.ring_rows import COLS, ring_rows
+from tests.support.providers import LIMITS, Provider
+from tests.support.raw_peers import RawStream
+from tests.support.ring_products import COLS, REPLY_COLS, ask, ring_rows
 from wire import frame
 from wire.errors import InvalidTensor, UnknownLayer, WireCode
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header, Purpose

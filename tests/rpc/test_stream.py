@@ -11,11 +11,9 @@ import torch
 
 from provider.model.served_model import ServedModel
 from provider.net.admission import MAX_CALLS_PER_TENANT
-from tests.support.loopback_provider import LIMITS, Provider
-from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
-from tests.support.ring_rows import COLS, ring_rows
-from tests.support.stream_sessions import session_of
+from tests.support.providers import LIMITS, Provider, session_of
+from tests.support.raw_peers import RawStream
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import (

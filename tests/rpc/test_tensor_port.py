@@ -25,17 +25,21 @@ import provider.net.service as service_module
 from provider.identity.registry import revoke
 from provider.net.carrier import carry
 from provider.net.session import Session
-from tests.support.links import connect
-from tests.support.loopback_provider import Provider
-from tests.support.quick_sweeps import QUICK_S
-from tests.support.raw_stream import RawStream
-from tests.support.raw_tls import RawTls
-from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
-from tests.support.ring_products import CALL, ask, assert_served
-from tests.support.ring_rows import COLS, ring_rows
-from tests.support.sockets import assert_ends
-from tests.support.stream_sessions import service_of, tensors_of
-from tests.support.tensor_port import assert_nothing_left, carrier_of, dial, hear, say, stream_threads
+from tests.support.identities import expired_identity, foreign_identity, unregistered_identity
+from tests.support.providers import QUICK_S, Provider, service_of, tensors_of
+from tests.support.raw_peers import (
+    RawStream,
+    RawTls,
+    assert_ends,
+    assert_nothing_left,
+    carrier_of,
+    connect,
+    dial_tensor_port,
+    hear,
+    say,
+    stream_threads,
+)
+from tests.support.ring_products import CALL, COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import VeilbaseError, WireCode
@@ -73,7 +77,7 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None]]:
 def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT_S", 10 * WAIT_S)  # nor is the end of their time waited for
     monkeypatch.setattr("provider.net.ports._STOP_S", 10 * WAIT_S)
-    silent = [dial(provider) for _ in range(20)]
+    silent = [dial_tensor_port(provider) for _ in range(20)]
     until(lambda: tensors_of(provider).status().num_guests == 20, "all are let in")
     assert_served(provider.connect(), provider.served_model)
     assert provider.connections[0].carrier == carrier_of(provider)
@@ -87,7 +91,7 @@ def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pyte
 
 def test_a_silent_connection_has_until_the_deadline(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT_S", 0.2)
-    assert_ends(dial(provider))
+    assert_ends(dial_tensor_port(provider))
     assert_nothing_left(provider)
 
 
@@ -117,7 +121,7 @@ def test_what_is_no_handshake_leaves_nothing(
     unhandled: None, provider: Provider, what: bytes | Callable[[Provider], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     for is_ended in (True, False):
-        plain = dial(provider)
+        plain = dial_tensor_port(provider)
         with contextlib.suppress(ConnectionError):
             plain.sendall(what if isinstance(what, bytes) else what(provider))
             if is_ended:
@@ -149,7 +153,7 @@ def test_a_certificate_that_is_not_valid_is_refused_by_tls(
     identity = make(tmp_path, provider)
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
     with pytest.raises(OSError):
-        hear(handshake(dial(provider), context, "127.0.0.1"))
+        hear(handshake(dial_tensor_port(provider), context, "127.0.0.1"))
     assert_nothing_left(provider)
     assert refusals(caplog) == [(f"refused: {reason}", None)]
 
@@ -158,7 +162,7 @@ def test_no_certificate_is_refused_by_tls(provider: Provider, caplog: pytest.Log
     context = ssl.create_default_context(cadata=provider.state.ca.pem.decode())
     context.set_alpn_protocols([ALPN])
     with pytest.raises(OSError):
-        hear(handshake(dial(provider), context, "127.0.0.1"))
+        hear(handshake(dial_tensor_port(provider), context, "127.0.0.1"))
     assert_nothing_left(provider)
     assert refusals(caplog) == [("refused: it has no certificate (TLS)", None)]
 
@@ -181,7 +185,7 @@ def test_who_is_no_tenant_is_told_and_gets_no_session(
 ) -> None:
     identity = make(tmp_path, provider)
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
-    connection = handshake(dial(provider), context, "127.0.0.1")
+    connection = handshake(dial_tensor_port(provider), context, "127.0.0.1")
     say(connection, frame.hello(FrameType.HELLO), Header(FrameType.REQUEST, 1, CALL, 0, COLS, deadline_ms=1000).pack())
     last = hear(connection)
     assert (last.kind, last.request_id, WireCode(last.code)) == (FrameType.ERROR, 0, code)
@@ -203,7 +207,7 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_strangers_do_not_shut_tenants_out(few_places: int, provider: Provider) -> None:
     """Peers without certificates connect and send nothing, again and again. A tenant can still connect."""
-    silent = [dial(provider) for _ in range(few_places)]
+    silent = [dial_tensor_port(provider) for _ in range(few_places)]
     until(lambda: tensors_of(provider).status().num_guests == few_places, "no place is left")
     assert_served(provider.connect(), provider.served_model)
     assert provider.connections[0].carrier == carrier_of(provider)
@@ -218,7 +222,7 @@ def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provi
     identity = provider.identity("fired")
     revoke(provider.state, "fired")
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
-    refused = [handshake(dial(provider), context, "127.0.0.1") for _ in range(few_places)]
+    refused = [handshake(dial_tensor_port(provider), context, "127.0.0.1") for _ in range(few_places)]
     until(lambda: tensors_of(provider).status().num_guests == few_places, "no place is left")
     assert_served(provider.connect(), provider.served_model)
     assert provider.connections[0].carrier == carrier_of(provider)
@@ -251,7 +255,7 @@ def test_the_port_goes_on_after_it_had_no_file_left(provider: Provider, monkeypa
 
     monkeypatch.setattr(socket.socket, "accept", accept_or_fail)
     for _ in range(3):  # the first connection is already accepted
-        dial(provider).close()
+        dial_tensor_port(provider).close()
     until(lambda: left[0] == 0, "the failures")
     assert_served(provider.connect(), provider.served_model)
     assert provider.connections[0].carrier == carrier_of(provider)
@@ -269,7 +273,7 @@ def test_the_port_goes_on_after_the_machine_had_no_thread_left(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert_ends(dial(provider))
+    assert_ends(dial_tensor_port(provider))
     assert failed.is_set()
     connections = [provider.connect(f"tenant{number}") for number in range(few_places)]
     for connection in connections:

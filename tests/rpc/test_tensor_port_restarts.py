@@ -20,14 +20,10 @@ from provider.model.served_model import ServedModel
 from provider.net.ports import TensorPort
 from provider.net.server import Server
 from provider.net.session import Session
-from tests.support.loopback_provider import Provider
-from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
-from tests.support.ring_rows import ring_rows
-from tests.support.stream_sessions import service_of, tensors_of
-from tests.support.tensor_port import announcing, carrier_of, dial
+from tests.support.providers import Provider, SwitchedModel, service_of, tensors_of
+from tests.support.raw_peers import RawStream, announcing, carrier_of, dial_tensor_port
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S, until
-from tests.support.wrapped_model import SwitchedModel
 from wire import frame
 from wire.errors import ConfigurationError, Unavailable, WireCode
 from wire.frame import FrameType
@@ -44,7 +40,7 @@ def test_a_stop_tells_open_streams(provider: Provider) -> None:
         stream.expect_end()
         stream.close()
     with pytest.raises(OSError):
-        dial(provider)
+        dial_tensor_port(provider)
 
 
 def test_a_drain_answers_what_is_in_flight_and_refuses_the_rest(

@@ -17,12 +17,11 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
 from provider.net.admission import MAX_CALLS_PER_TENANT
-from tests.support.loopback_provider import Provider
-from tests.support.provider_command import Serving
-from tests.support.raw_stream import RawStream
-from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
-from tests.support.ring_products import CALL, ask, assert_served
-from tests.support.ring_rows import ring_rows
+from tests.support.commands import Serving
+from tests.support.identities import expired_identity, foreign_identity, unregistered_identity
+from tests.support.providers import Provider
+from tests.support.raw_peers import RawStream
+from tests.support.ring_products import CALL, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
 from wire.transport.grpc_channel import BUNDLE_METHOD, MANIFEST_METHOD

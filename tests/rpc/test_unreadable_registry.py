@@ -17,14 +17,9 @@ import provider.net.service as service_module
 from provider.identity.registry import revoke
 from provider.identity.revocations import HELD_OVER_S, RETRY_S, RevocationList
 from provider.model.served_model import ServedModel
-from tests.support.links import GrpcLink, SocketLink
-from tests.support.loopback_provider import Provider
-from tests.support.quick_sweeps import QUICK_S
-from tests.support.raw_stream import RawStream
-from tests.support.registry_fault import Fault
-from tests.support.ring_products import CALL, ask, assert_served
-from tests.support.ring_rows import ring_rows
-from tests.support.stream_sessions import service_of
+from tests.support.providers import QUICK_S, Fault, Provider, service_of
+from tests.support.raw_peers import GrpcLink, RawStream, SocketLink
+from tests.support.ring_products import CALL, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import NotPermitted, Unavailable, WireCode

@@ -1,2 +1,2 @@
-"""This package holds helpers that several test modules use, one thing per file. It imports no test module and no
+"""This package holds helpers that several test modules use, one concept per file. It imports no test module and no
 conftest."""

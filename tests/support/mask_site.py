@@ -19,9 +19,8 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.session import Session
-from tests.support.client_seams import opened_sessions
-from tests.support.serving import serving
-from tests.support.wrapped_model import WrappedModel
+from tests.support.providers import WrappedModel, serving
+from tests.support.spies import opened_sessions
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tests.support.tiny_models import VOCAB
+from wire.ring.quantise import quantise
 
 TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "llama": "all-linear", "gemma": "all-linear"}
 """The layers that get an adapter, by kind of model."""
@@ -72,3 +75,17 @@ def losses_of_steps(model: Any, ids: torch.Tensor, learning_rate: float, num_ste
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def dequantised(folder: Path) -> Any:
+    """Returns the local model in a folder, with each served layer's weight rounded to int8 and scaled back."""
+    model: Any = local(folder)
+    for layer in model.modules():
+        if not isinstance(layer, nn.Linear | Conv1D) or layer.weight is model.get_input_embeddings().weight:
+            continue
+        is_conv = isinstance(layer, Conv1D)
+        quantised, alpha = quantise(layer.weight if is_conv else layer.weight.t())
+        weight = quantised * alpha
+        with torch.no_grad():
+            layer.weight.copy_(weight if is_conv else weight.t())
+    return model

@@ -1,5 +1,8 @@
-"""Runs two real ranks on loopback: this process is rank 0, and another process runs `follower` as rank 1. This process
-also holds the store through which the ranks meet, as torchrun does, so that no port has to be chosen beforehand."""
+"""Runs two real ranks on loopback: this process is rank 0, and another process runs this file as rank 1. This process
+also holds the store through which the ranks meet, as torchrun does, so that no port has to be chosen beforehand.
+
+In the process of rank 1, each line of standard input describes a team (the two ranks of one test) to join. For each
+line, it prints how its part in that team ended."""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from provider.config import ProviderSettings
@@ -20,7 +24,9 @@ from provider.model.weights import PreparedModel, serve_model
 from provider.parallel import start
 from provider.parallel.dispatch import Dispatcher
 from provider.parallel.environment import rank_here
+from provider.parallel.sharding import ColumnSlices
 from tests.support.repository import ROOT
+from wire.errors import VeilbaseError
 
 TIMEOUT_S = 30.0
 """The seconds that a rank waits for the other one. A test of a lost rank takes this long."""
@@ -52,7 +58,7 @@ class Follower:
     def __init__(self, log: Path) -> None:
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.follower"],
+                [sys.executable, "-m", "tests.support.ranks"],
                 cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
             )  # fmt: skip
@@ -102,3 +108,31 @@ class Follower:
         """Ends the process of rank 1."""
         self.process.kill()
         self.process.communicate(timeout=ANSWER_S)
+
+
+def join(team: dict[str, Any]) -> str:
+    """Computes for rank 0 until the team ends, and returns a text that says how it ended."""
+    os.environ.update(team["environment"])
+    share = ColumnSlices.share
+
+    def broken(self: ColumnSlices, call: Any, rows: Any) -> torch.Tensor:
+        if call.group == team["broken_group"]:
+            raise MemoryError
+        return share(self, call, rows)
+
+    ColumnSlices.share = broken  # type: ignore[method-assign]
+    try:
+        start.help_out(ProviderSettings(**team["settings"]))
+    except VeilbaseError as exc:
+        return f"{type(exc).__name__}: {exc}"
+    finally:
+        ColumnSlices.share = share  # type: ignore[method-assign]
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return "stopped"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(join(json.loads(line)), flush=True)

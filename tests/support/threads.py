@@ -1,9 +1,14 @@
-"""Runs functions in several threads that begin at the same time."""
+"""Runs functions in several threads that begin at the same time or switch more often, and in a forked child
+process."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,3 +31,40 @@ def at_once(calls: Sequence[Callable[[], Any]], wait_s: float = WAIT_S) -> list[
 def together(num_threads: int, work: Callable[[], Any]) -> list[Any]:
     """Runs `work` in the given number of threads, all beginning at once, and returns the results."""
     return at_once([work] * num_threads)
+
+
+@contextlib.contextmanager
+def switching_every(seconds: float) -> Iterator[None]:
+    """Makes the interpreter switch threads after this many seconds inside the context. Python's default is five
+    milliseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+HANGS_S = 20
+"""A child that has not ended after this many seconds counts as hanging."""
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """Returns the result of `work` in a forked child. If `work` raised an exception, returns its type and text; if the
+    child hangs, returns `hung`."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, lambda *_: (os.write(write, b"hung"), os._exit(1)))
+        signal.alarm(HANGS_S)
+        try:
+            answer = work()
+        except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
+            answer = f"{type(exc).__name__}: {exc}"
+        os.write(write, answer.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        answer = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return answer

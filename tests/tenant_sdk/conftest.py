@@ -9,9 +9,9 @@ import pytest
 
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tests.support.chat_model import make_chat_model
-from tests.support.overflowing import opened  # noqa: F401
-from tests.support.serving import make_served_model
+from tests.support.false_providers import opened  # noqa: F401
+from tests.support.providers import make_served_model
+from tests.support.tiny_models import make_chat_model
 
 
 @pytest.fixture(scope="session")

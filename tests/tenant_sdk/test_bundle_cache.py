@@ -18,7 +18,7 @@ import pytest
 from provider.model import bundle as providers
 from provider.model.served_model import ServedModel
 from tenant_sdk.trust.bundle import fetch_bundle
-from tests.support.damage import flip
+from tests.support.files import flip
 from wire.errors import ConfigurationError
 from wire.transport.inproc import InprocConnection
 
@@ -138,8 +138,8 @@ def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
             "from pathlib import Path",
             "from wire.errors import ConfigurationError",
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
-            "from tests.support.chat_model import make_chat_model",
-            "from tests.support.serving import make_served_model",
+            "from tests.support.tiny_models import make_chat_model",
+            "from tests.support.providers import make_served_model",
             "from tenant_sdk.trust.bundle import fetch_bundle",
             "from wire.transport.inproc import InprocConnection",
             "model, cache, is_tenant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'True'",

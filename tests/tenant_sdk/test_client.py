@@ -29,9 +29,9 @@ from tenant_sdk.embedded import connect_inproc
 from tenant_sdk.generate import encode_prompt
 from tenant_sdk.plan import Plan, make_plan
 from tenant_sdk.testing import character_tokenizer
-from tests.support.chat_model import make_chat_model
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import serving
+from tests.support.providers import serving
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, lora
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, Unauthenticated, Unavailable, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction

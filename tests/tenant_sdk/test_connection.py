@@ -22,11 +22,10 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tests.support.grpc_stand_in import GrpcStandIn, reply_to
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.ring_products import REPLY_COLS
-from tests.support.ring_rows import COLS
-from tests.support.serving import serving
+from tests.support.false_providers import GrpcStandIn, reply_to
+from tests.support.providers import serving
+from tests.support.ring_products import COLS, REPLY_COLS
+from tests.support.training import QUICK, ROWS, lora
 from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import (

@@ -20,13 +20,11 @@ from noise.masks.lattice import Lattice
 from noise.masks.off import Off
 from noise.masks.pad import Pad
 from tenant_sdk import TenantClient
-from tests.support.chat_model import make_chat_model
-from tests.support.cuda_devices import cpu_and
-from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent, weight_of
-from tests.support.lattice_bounds import bounds, wide
-from tests.support.mask_parameters import DEFAULT
+from tests.support.cuda import cpu_and
+from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, sent, weight_of, wide
 from tests.support.parity import RELATIVE, adapted, batch, grads, relative
-from tests.support.quick_training import lora
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import lora
 from wire.frame import Arithmetic, Direction
 from wire.ring import coding
 

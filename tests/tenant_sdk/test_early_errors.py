@@ -14,7 +14,7 @@ import pytest
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
-from tests.support.serving import serving
+from tests.support.providers import serving
 
 CODE = """
 import sys

@@ -15,7 +15,7 @@ from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from tenant_sdk import TenantClient, cli
 from tenant_sdk.trust.pins import Pins
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, ProviderChanged, Unavailable, VeilbaseError, WrongPeer
 
 PROMPT = "who?"

@@ -16,9 +16,9 @@ from noise.scheme import RowEncoder
 from tenant_sdk import TenantClient
 from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.plan import Plan, make_plan
-from tests.support.chat_model import make_chat_model
-from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.parity import RELATIVE, relative
+from tests.support.tiny_models import make_chat_model
 from wire.errors import ConfigurationError
 from wire.frame import Direction
 

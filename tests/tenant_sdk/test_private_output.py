@@ -11,8 +11,8 @@ from peft import PeftModel
 
 from tenant_sdk import TenantClient
 from tenant_sdk.training.checkpoints import Checkpoints, save_adapter
-from tests.support.file_modes import mode, umask_of
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.files import mode, umask_of
+from tests.support.training import QUICK, ROWS, lora
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 CHECKPOINT = ADAPTER | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}

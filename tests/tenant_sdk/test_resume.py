@@ -30,12 +30,11 @@ from tenant_sdk.testing import CHAT_TEMPLATE
 from tenant_sdk.training import waiting
 from tenant_sdk.training.checkpoints import checkpoints_folder
 from tenant_sdk.training.waiting import ProviderAwayWarning
-from tests.support.chat_model import make_chat_model
-from tests.support.client_seams import before_requests
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import serving
+from tests.support.providers import WrappedModel, serving
+from tests.support.spies import before_requests
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, lora
 from tests.support.waiting import WAIT_S, until
-from tests.support.wrapped_model import WrappedModel
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
 
 CALLS_A_STEP = 16
@@ -433,7 +432,7 @@ from tenant_sdk import TenantClient
 from tenant_sdk.training import waiting
 from tenant_sdk.training.checkpoints import checkpoints_folder
 from tenant_sdk.training.waiting import ProviderAwayWarning
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import VeilbaseError
 import torch
 torch.set_num_threads(1)

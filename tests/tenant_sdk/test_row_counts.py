@@ -22,8 +22,8 @@ from tenant_sdk.text.rows import CutWarning
 from tenant_sdk.text.source import TokenizerFailed
 from tenant_sdk.text.template import TemplateDoesNotFit
 from tenant_sdk.training.dataset import UnusableRowWarning
-from tests.support.chat_model import make_chat_model
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, DatasetError
 from wire.transport.inproc import InprocConnection
 

@@ -30,8 +30,8 @@ from tenant_sdk import (
     testing,
 )
 from tenant_sdk.testing import Corrupt, Delay, Drop, Fail, ProviderCall, ScriptedProvider, save_tiny_model
-from tests.support.mask_parameters import PLAIN
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.lattice import PLAIN
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import WireCode, error_from_code
 
 NUM_GROUPS = 9

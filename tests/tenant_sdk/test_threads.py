@@ -21,12 +21,11 @@ from tenant_sdk import TenantClient
 from tenant_sdk.model import build
 from tenant_sdk.model.remote_linear import RemoteLinear
 from tenant_sdk.training import finetune
-from tests.support.chat_model import make_chat_model
-from tests.support.mask_parameters import TOY_OPTIONS
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import make_served_model
-from tests.support.thread_switches import switching_every
-from tests.support.threads import at_once
+from tests.support.lattice import TOY_OPTIONS
+from tests.support.providers import make_served_model
+from tests.support.threads import at_once, switching_every
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, lora
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 

@@ -21,16 +21,15 @@ from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import Session
-from tests.support.chat_model import make_chat_model
-from tests.support.client_seams import mask_makers, opened_sessions
-from tests.support.lying_bundle import Liar
-from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.false_providers import Liar
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.parity import adapted, batch, grads, relative
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.providers import WrappedModel, make_served_model, serving
 from tests.support.reachable import reachable
-from tests.support.serving import make_served_model, serving
+from tests.support.spies import mask_makers, opened_sessions
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, lora
 from tests.support.waiting import WAIT_S, end
-from tests.support.wrapped_model import WrappedModel
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked_child import in_child
+from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError
 from wire.transport import busy_poll

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.golden_vectors import load
+from tests.support.repository import golden_vectors
 from wire import frame
 from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header, Purpose, check_tensor_header, parse
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
 from wire.ring.seeded_rows import SeededRows
 
-CASES = load("frames.json")
+CASES = golden_vectors("frames.json")
 CALL = Call(3, Direction.BACKWARD, Arithmetic.RING, Purpose.EFFECT)
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 CALLS = st.builds(Call, U32, st.sampled_from(Direction), st.sampled_from(Arithmetic), st.sampled_from(Purpose))

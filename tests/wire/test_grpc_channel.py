@@ -19,7 +19,7 @@ from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from tenant_sdk.testing import save_tiny_model
-from tests.support.serving import make_served_model, serving
+from tests.support.providers import make_served_model, serving
 from wire.errors import ConfigurationError, DeadlineExceeded, NotPermitted, Unauthenticated, Unavailable, VeilbaseError
 from wire.transport import grpc_channel
 from wire.transport.grpc_channel import wait_for_provider

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider.net.server import server_options
-from tests.support.forked_child import in_child
-from tests.support.raw_peer import RawPeer
-from tests.support.tls_authority import HOST, Authority, make_authority
+from tests.support.identities import HOST, Authority, make_authority
+from tests.support.raw_peers import RawPeer
+from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES

@@ -22,7 +22,7 @@ from noise.masks.lattice import Lattice
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels, negacyclic
 from noise.scheme import GroupSpec
-from tests.support.answered import Answered
+from tests.support.lattice import Answered
 from wire.errors import ConfigurationError
 from wire.frame import Call, Direction
 from wire.payload import Payload

@@ -11,7 +11,7 @@ import torch
 
 from noise.blocks import arena as arenas
 from noise.blocks.arena import Arena
-from tests.support.forked_child import in_child
+from tests.support.threads import in_child
 
 ROWS, FEATURES = 512, 576
 REGION_BYTES = 32 << 20

@@ -21,7 +21,7 @@ from noise.blocks.arena import arena
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, RowCounts, default_bytes
 from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
-from tests.support.forked_child import in_child
+from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S, end, until
 from wire.errors import MaskError, MaskReused, Unavailable
 from wire.frame import Direction

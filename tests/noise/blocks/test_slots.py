@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from noise.blocks.slots import Slots, SlotsExhausted
-from tests.support.forked_child import in_child
-from tests.support.thread_switches import switching_every
-from tests.support.threads import together
+from tests.support.threads import in_child, switching_every, together
 from wire.errors import MaskError, MaskReused
 
 

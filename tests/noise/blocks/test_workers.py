@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from noise.blocks.pool import alone, share
-from tests.support.forked_child import in_child
+from tests.support.threads import in_child
 from tests.support.waiting import end
 
 

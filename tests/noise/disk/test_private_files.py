@@ -14,7 +14,7 @@ from noise.disk.private_files import make_private, make_private_folder, take_ove
 from noise.hints.store import HintStore
 from noise.ledger.ledger import Ledger
 from tests.support.exact_hints import Provider, exact_hint
-from tests.support.file_modes import mode, umask_of
+from tests.support.files import mode, umask_of
 
 OTHER_GROUP = 54321
 ACL = "system.posix_acl_access"

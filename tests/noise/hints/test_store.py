@@ -24,10 +24,10 @@ from noise.hints.file import HEADER_BYTES, Hint
 from noise.hints.store import HintKey, HintStore
 from noise.params import choose
 from noise.polynomial.negacyclic import product, secret_transform
-from tests.support.damage import flip
 from tests.support.exact_hints import KEY, ROWS, Provider, Reply, exact_hint
-from tests.support.forked_child import in_child
+from tests.support.files import flip
 from tests.support.reachable import reachable
+from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, Unavailable, VerificationFailed
 from wire.frame import Direction

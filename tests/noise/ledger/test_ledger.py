@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import errno
 import fcntl
+import inspect
 import json
 import os
 import pickle
@@ -21,7 +22,6 @@ import pytest
 from noise.blocks.slots import SlotsExhausted
 from noise.ledger import ledger as module
 from noise.ledger.ledger import Ledger, SeedExhausted
-from tests.support.ledger_blocks import reserve_through_renewals
 from tests.support.repository import ROOT
 from tests.support.threads import together
 from tests.support.waiting import WAIT_S
@@ -200,6 +200,18 @@ def test_threads_share_one_time_batches(path: Path) -> None:
 # threads and processes
 
 
+def reserve_through_renewals(ledger: Ledger, num_calls: int, budget: int) -> list[tuple[str, int]]:
+    """Reserves blocks, and renews the seed whenever its budget is used up. Returns (seed, block number) of every
+    block."""
+    seed, blocks = ledger.current_seed("toy", budget), []
+    while len(blocks) < num_calls:
+        try:
+            blocks.append((seed.seed_id, ledger.reserve(seed.seed_id, 1, "worker").first_block))
+        except SeedExhausted:
+            seed = ledger.renew(seed.seed_id)
+    return blocks
+
+
 @pytest.mark.parametrize("one_ledger_each", [False, True])
 @pytest.mark.parametrize("compact_bytes", [module.COMPACT_BYTES, 500])
 def test_threads_never_share_a_block(path: Path, one_ledger_each: bool, compact_bytes: int) -> None:
@@ -225,12 +237,12 @@ def check_blocks(blocks: list[tuple[str, int]], path: Path, budget: int) -> None
     assert len(totals) == -(-len(blocks) // budget)
 
 
-WORKER = """
+WORKER = f"""
 import json, sys
 from pathlib import Path
-from noise.ledger.ledger import Ledger
-from tests.support.ledger_blocks import reserve_through_renewals
+from noise.ledger.ledger import Ledger, SeedExhausted
 
+{inspect.getsource(reserve_through_renewals)}
 path, num_calls, budget, compact_bytes = Path(sys.argv[1]), *map(int, sys.argv[2:])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -23,7 +23,7 @@ from noise.registry import Setting, make_scheme
 from noise.sampling import gaussian, other_index
 from noise.scheme import GroupSpec
 from tenant_sdk import TenantClient
-from tests.support.answered import Answered
+from tests.support.lattice import Answered
 from tests.support.parity import adapted, batch, grads, lora, relative
 from tests.support.tiny_models import make_tiny
 from wire.errors import ConfigurationError, InvalidTensor

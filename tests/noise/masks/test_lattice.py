@@ -15,10 +15,19 @@ from noise.masks.off import Off
 from noise.params import PARAMETERS, LatticeParameters
 from noise.scheme import RowEncoder, decode_rows, encode_rows
 from tests.support.compiled_kernels import needs_products
-from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent
-from tests.support.lattice_bounds import ETA, bounds, wide
-from tests.support.mask_parameters import DEFAULT, TOY
-from tests.support.schoolbook import reference_product
+from tests.support.lattice import (
+    BACKWARD,
+    DEFAULT,
+    ETA,
+    FORWARD,
+    TOY,
+    Provider,
+    bounds,
+    reference_product,
+    rows_of,
+    sent,
+    wide,
+)
 from wire.errors import InvalidTensor
 from wire.frame import Arithmetic, Call, Direction
 from wire.payload import MessagePayload

@@ -23,9 +23,7 @@ from noise.masks.lattice import Lattice
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from noise.sampling import Csprng
-from tests.support.lattice import FORWARD, Provider, rows_of, sent, weight_of
-from tests.support.lattice_bounds import bounds, wide
-from tests.support.mask_parameters import DEFAULT, TOY
+from tests.support.lattice import DEFAULT, FORWARD, TOY, Provider, bounds, rows_of, sent, weight_of, wide
 from tests.support.reachable import reachable
 from tests.support.waiting import WAIT_S, end
 from wire.errors import ConfigurationError, MaskError, Unavailable, VerificationFailed

@@ -12,11 +12,19 @@ import torch
 
 from noise import sampling
 from noise.polynomial import negacyclic
-from tests.support.forked_child import in_child
-from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent, weight_of
-from tests.support.lattice_bounds import bounds, wide
-from tests.support.mask_parameters import DEFAULT
-from tests.support.schoolbook import reference_product
+from tests.support.lattice import (
+    BACKWARD,
+    DEFAULT,
+    FORWARD,
+    Provider,
+    bounds,
+    reference_product,
+    rows_of,
+    sent,
+    weight_of,
+    wide,
+)
+from tests.support.threads import in_child
 from wire.errors import InvalidTensor, MaskError, MaskReused, Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.ring import coding

@@ -20,8 +20,8 @@ from noise.masks.off import Off
 from noise.masks.pad import BLOCK_ROWS, Pad
 from noise.masks.shares import Shares
 from noise.scheme import GroupSpec, Masked, encode_rows
-from tests.support.forked_child import in_child
 from tests.support.lattice import group_of, weight_of
+from tests.support.threads import in_child
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, MaskReused
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring import coding

@@ -23,10 +23,9 @@ import torch
 from noise import sampling
 from noise.polynomial import kernels
 from noise.sampling import Csprng, ternary
-from tests.support.cached import forget
-from tests.support.compiled_kernels import needs_transforms
+from tests.support.compiled_kernels import forget, needs_transforms
+from tests.support.lattice import reference_product
 from tests.support.repository import ROOT
-from tests.support.schoolbook import reference_product
 from wire.errors import ConfigurationError
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -301,8 +300,8 @@ GUARDED = """
 import torch
 from noise.polynomial import kernels
 from noise.sampling import Csprng, ternary
-from tests.support.guarded_memory import guarded
-from tests.support.schoolbook import reference_product
+from tests.support.compiled_kernels import guarded
+from tests.support.lattice import reference_product
 rng = Csprng()
 for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
     for features in (1, 3, 4, 6, 16, 18, 37):

@@ -17,8 +17,8 @@ from noise.polynomial import kernels, negacyclic
 from noise.polynomial.negacyclic import secret_transform, transform
 from noise.sampling import Csprng, error, ternary
 from tests.support.compiled_kernels import compiled_and_torch, needs_transforms
+from tests.support.lattice import reference_product
 from tests.support.repository import ROOT
-from tests.support.schoolbook import reference_product
 from tests.vectors import make_lattice_vectors
 from wire.errors import ConfigurationError, MaskError
 from wire.ring import coding

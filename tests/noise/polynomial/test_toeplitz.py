@@ -15,12 +15,9 @@ from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import device_error, negacyclic, toeplitz
 from noise.polynomial.toeplitz import DeviceProducts
 from noise.sampling import Csprng, error, ternary
-from tests.support.cuda_devices import cpu_and, needs_cuda
-from tests.support.interpreted_kernels import interpret_chacha
-from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of
-from tests.support.lattice_bounds import bounds, wide
-from tests.support.mask_parameters import DEFAULT, TOY
-from tests.support.schoolbook import reference_product
+from tests.support.cuda import cpu_and, needs_cuda
+from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, TOY, Provider, bounds, reference_product, rows_of, wide
+from tests.support.triton_kernels import interpret_chacha
 from wire.errors import MaskError
 from wire.frame import Direction
 from wire.ring import coding

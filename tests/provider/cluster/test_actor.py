@@ -11,9 +11,9 @@ import torch
 
 from provider.cluster.actor import Assignment, ShardActor
 from provider.model.served_model import ServedModel
-from tests.support.chat_model import make_chat_model
-from tests.support.ring_rows import ring_rows
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.ring_products import ring_rows
+from tests.support.tiny_models import make_chat_model
 from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import WireCode
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose

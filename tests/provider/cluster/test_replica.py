@@ -13,9 +13,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from provider.cluster.actors import MOST_DEATHS, ActorReplica
 from provider.engine.replica import ReplicaLost
-from tests.support.chat_model import make_chat_model
-from tests.support.ring_rows import ring_rows
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.ring_products import ring_rows
+from tests.support.tiny_models import make_chat_model
 from wire.errors import RemoteFault, UnknownLayer, WireCode
 from wire.frame import Arithmetic, Call, Direction
 from wire.manifest import GroupInfo

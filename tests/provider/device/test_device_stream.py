@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from provider.device.on_device import DeviceStream
-from tests.support.ring_rows import ring_rows
+from tests.support.ring_products import ring_rows
 from wire.ring import coding
 
 CPU = torch.device("cpu")

@@ -23,9 +23,9 @@ from provider.model.served_model import ServedModel
 from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
 from provider.shards.worker import product_of
-from tests.support.cuda_devices import cpu_and
-from tests.support.executor_gate import Answer
-from tests.support.ring_rows import ring_rows
+from tests.support.cuda import cpu_and
+from tests.support.executors import Answer
+from tests.support.ring_products import ring_rows
 from tests.support.tiny_models import make_tiny
 from tests.support.waiting import until
 from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, Unavailable, UnknownLayer

@@ -17,11 +17,11 @@ from provider.net.admission import Admission
 from provider.net.server import Server
 from provider.serve import _make_model, _make_shards
 from tenant_sdk import TenantClient
-from tests.support.chat_model import make_chat_model
-from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.parity import RELATIVE, adapted, batch, grads, relative
-from tests.support.quick_training import lora
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import lora
 from wire.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")

@@ -22,9 +22,8 @@ from provider.model.served_model import ServedModel
 from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece, RequestClass
-from tests.support.executor_gate import FLOAT, RING, Answer, Gate
-from tests.support.ring_products import CALL
-from tests.support.ring_rows import COLS, ring_rows
+from tests.support.executors import FLOAT, RING, Answer, Gate
+from tests.support.ring_products import CALL, COLS, ring_rows
 from tests.support.waiting import WAIT_S, comes, end
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.frame import Call, Direction, Purpose

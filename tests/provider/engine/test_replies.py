@@ -8,8 +8,8 @@ import torch
 from provider.engine.executor import FAILED, Replies
 from provider.engine.replica import RETRY_S
 from provider.schedule.ticket import Piece
-from tests.support.executor_gate import Answer
-from tests.support.ring_rows import ring_rows
+from tests.support.executors import Answer
+from tests.support.ring_products import ring_rows
 from wire.errors import Unavailable, VeilbaseError
 
 

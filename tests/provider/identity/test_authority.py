@@ -21,7 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 import provider.identity.authority as identity
 from provider.identity.authority import StateDir, issue_server_certificate, peer_identity
 from provider.identity.registry import enroll
-from tests.support.file_modes import mode
+from tests.support.files import mode
 from tests.support.identities import ENDPOINT, assert_one_line, certificate_in
 from tests.support.repository import ROOT
 from tests.support.threads import together

@@ -17,7 +17,7 @@ from provider.identity.registry import enroll, revoke
 from provider.identity.revocations import RegistryUnreadable, RevocationList
 from provider.net.server import Server
 from tests.support.identities import ENDPOINT, assert_one_line, certificate_in
-from tests.support.registry_fault import Fault
+from tests.support.providers import Fault
 from tests.support.waiting import WAIT_S
 
 MAX_AGE_S = 3600.0

@@ -20,7 +20,7 @@ from provider.net.descriptors import (
     SpareDescriptor,
     shares,
 )
-from tests.support.open_files import exhausted
+from tests.support.files import exhausted
 from tests.support.waiting import WAIT_S
 
 

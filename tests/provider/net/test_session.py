@@ -15,7 +15,7 @@ from provider.net.session import HANDSHAKE_S, INLINE_ROWS, SWEEP_S, Session
 from provider.operations.usage import TenantUsage
 from provider.schedule.quota import TenantLimits
 from provider.schedule.ticket import RequestClass
-from tests.support.desk import Desk
+from tests.support.executors import Desk
 from wire import frame
 from wire.errors import InvalidTensor, RemoteFault, UnknownLayer, VeilbaseError, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose

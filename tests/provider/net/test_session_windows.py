@@ -17,8 +17,8 @@ from provider.net.session import Session
 from provider.net.windows import Window
 from provider.operations.usage import TenantUsage
 from provider.schedule.quota import TenantLimits
-from tests.support.cuda_stand_in import UNIT, stand_in
-from tests.support.desk import Desk
+from tests.support.cuda import UNIT, stand_in
+from tests.support.executors import Desk
 from wire import frame
 from wire.errors import RemoteFault, WireCode
 from wire.frame import IN_WINDOW, Arithmetic, Call, Direction, FrameType, Header

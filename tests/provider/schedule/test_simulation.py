@@ -12,7 +12,7 @@ import math
 
 import pytest
 
-from benchmarks.simulation import Outcome, Replayer, forward_pass, simulate, training_step
+from benchmarks.scheduling import Outcome, Replayer, forward_pass, simulate, training_step
 from provider.schedule.fairness import Policy
 from provider.schedule.ticket import RequestClass
 from wire.frame import Arithmetic, Call, Direction, Purpose

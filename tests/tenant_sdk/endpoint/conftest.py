@@ -12,7 +12,7 @@ from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.testing import save_tiny_model
 from tests.support.endpoints import endpoint_of
 from tests.support.saved_adapters import save_adapter
-from tests.support.served_kinds import open_client
+from tests.support.tiny_models import open_client
 
 
 @pytest.fixture(scope="package")

@@ -18,8 +18,7 @@ from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.serving.adapters import files
 from tests.support.endpoints import chat, endpoint_of, raw
-from tests.support.saved_adapters import save_adapter
-from tests.support.saved_kinds import save_kind
+from tests.support.saved_adapters import save_adapter, save_kind
 from wire.errors import ConfigurationError
 
 ESCAPES = [

@@ -41,8 +41,7 @@ from tenant_sdk.endpoint.schema import (
 )
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.settings import EndpointSettings
-from tests.support.endpoints import WHO, chat, endpoint_of, raw
-from tests.support.fuzzed_requests import made
+from tests.support.endpoints import WHO, chat, damaged_request, endpoint_of, raw
 from tests.support.saved_adapters import save_adapter
 from tests.support.waiting import end, until
 
@@ -519,7 +518,7 @@ def play(endpoint: Endpoint, seed: int, seconds: float, seen: dict[int, int]) ->
     rng, give_up_at = random.Random(seed), time.monotonic() + seconds
     with raw(endpoint) as http:
         while time.monotonic() < give_up_at:
-            method, path, body = made(rng)
+            method, path, body = damaged_request(rng)
             answer = http.request(method, path, content=body, headers={"content-type": content_type(path)})
             assert answer.status_code < 500, (method, path, body[:2000], answer.text)
             if answer.status_code >= 400 and method != "HEAD":

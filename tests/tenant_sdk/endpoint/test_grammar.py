@@ -32,7 +32,7 @@ from tenant_sdk.endpoint.service import Threads
 from tenant_sdk.endpoint.settings import EndpointLimits
 from tenant_sdk.testing import character_tokenizer
 from tests.support.endpoints import WHO, chat, endpoint_of, raw
-from tests.support.step_gate import Gate
+from tests.support.engines import Gate
 from tests.support.waiting import comes, end, until
 from wire.errors import ConfigurationError, VeilbaseError
 

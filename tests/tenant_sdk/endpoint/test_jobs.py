@@ -16,10 +16,10 @@ from tenant_sdk import TenantClient
 from tenant_sdk.endpoint import jobs
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.training.settings import FinetuneResult
-from tests.support.client_seams import before_requests
 from tests.support.endpoints import WHO, endpoint_of, official, raw
-from tests.support.file_modes import mode
+from tests.support.files import mode
 from tests.support.saved_adapters import save_adapter
+from tests.support.spies import before_requests
 from tests.support.waiting import until
 from wire.errors import DatasetError, Unavailable, VeilbaseError
 

@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.commands import ServeCommand
 from tests.support.endpoints import WHO
-from tests.support.serve_command import ServeCommand
 from tests.support.waiting import SLOW_TIMEOUT_S, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SLOW_TIMEOUT_S)]

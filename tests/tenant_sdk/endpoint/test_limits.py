@@ -19,9 +19,9 @@ from tenant_sdk.endpoint import server
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.settings import EndpointLimits
 from tenant_sdk.text.rows import CutWarning
-from tests.support.client_seams import before_requests
 from tests.support.endpoints import KEY, chat, endpoint_of, raw
-from tests.support.step_gate import Gate
+from tests.support.engines import Gate
+from tests.support.spies import before_requests
 from tests.support.waiting import comes, end, until
 
 

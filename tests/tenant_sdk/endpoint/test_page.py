@@ -17,7 +17,7 @@ from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
 from tests.support.browser import BROWSERS, Browser
 from tests.support.endpoints import KEY, endpoint_of, raw
-from tests.support.overflowing import MASKS
+from tests.support.false_providers import MASKS
 
 FILES = {"/": "text/html", "/page.js": "text/javascript", "/page.css": "text/css"}
 

@@ -18,7 +18,7 @@ from tenant_sdk.endpoint.logprobs import TokenTexts
 from tenant_sdk.endpoint.options import LogprobRecord
 from tenant_sdk.endpoint.privacy import Released
 from tests.support.endpoints import chat, endpoint_of, raw
-from tests.support.served_kinds import open_client
+from tests.support.tiny_models import open_client
 from tests.support.waiting import until
 from wire.errors import ConfigurationError
 

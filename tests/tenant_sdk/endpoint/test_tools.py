@@ -17,7 +17,7 @@ from tenant_sdk.endpoint.schema import ChatRequest, Message, Tool
 from tenant_sdk.serving.requests import Answer
 from tenant_sdk.testing import CHAT_TEMPLATE, character_tokenizer
 from tenant_sdk.text.ready import ReadyText
-from tests.support.chat_model import make_chat_model
+from tests.support.tiny_models import make_chat_model
 
 NAMES = frozenset({"f", "g"})
 F, G = Call("f", '{"a": 1}'), Call("g", "{}")

@@ -14,9 +14,9 @@ from tenant_sdk.kinds.low_rank import row_norms
 from tenant_sdk.kinds.products import KnownProduct, hadamard_product, leading_columns, leading_factors
 from tenant_sdk.model import base_products
 from tenant_sdk.training.activation_checkpointing import KeptReplies, ReplyStore
-from tests.support.client_seams import before_requests
-from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.parity import RELATIVE, local, relative
+from tests.support.spies import before_requests
 from tests.support.tiny_models import make_tiny
 from wire.frame import Call, Direction
 from wire.payload import Payload, RowsPayload

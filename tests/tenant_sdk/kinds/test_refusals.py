@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM
 from tenant_sdk import TenantClient
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.remote_linear import RemoteWeightError
-from tests.support.client_seams import before_requests
 from tests.support.parity import batch
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.spies import before_requests
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError
 
 TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
 from tenant_sdk.training.checkpoints import checkpoints_folder
-from tests.support.client_seams import before_requests
 from tests.support.parity import RELATIVE, batch, relative
-from tests.support.quick_training import QUICK, ROWS
+from tests.support.spies import before_requests
+from tests.support.training import QUICK, ROWS
 from wire.errors import ConfigurationError, Unavailable
 
 TARGETS = ["q_proj", "down_proj"]

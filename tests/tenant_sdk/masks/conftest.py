@@ -11,9 +11,9 @@ import pytest
 
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tests.support.chat_model import make_chat_model
 from tests.support.mask_site import Site, Watched
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.tiny_models import make_chat_model
 
 
 @pytest.fixture(scope="module")

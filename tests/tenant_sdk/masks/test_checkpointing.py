@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.mask_site import Site
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.training import QUICK, ROWS, lora
 from wire.frame import Direction
 
 pytestmark = [

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.forked_child import in_child
 from tests.support.mask_site import MODEL_NOISE, Site, taken, unmasked
 from tests.support.parity import batch, relative
-from tests.support.serving import serving
+from tests.support.providers import serving
+from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S
 from wire.errors import (
     MaskReused,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tenant_sdk import TenantClient
-from tests.support.chat_model import make_chat_model
 from tests.support.mask_site import Site, taken, unmasked
 from tests.support.parity import adapted, batch, grads
-from tests.support.quick_training import lora
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import lora
 from wire.errors import (
     ConfigurationError,
     Unauthenticated,

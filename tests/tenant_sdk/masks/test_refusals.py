@@ -23,12 +23,11 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
-from tests.support.lattice import FORWARD
-from tests.support.mask_parameters import TOY, TOY_OPTIONS
+from tests.support.lattice import FORWARD, TOY, TOY_OPTIONS
 from tests.support.mask_site import Site, specs
 from tests.support.parity import adapted, batch
-from tests.support.quick_training import lora
 from tests.support.reachable import reachable
+from tests.support.training import lora
 from wire.errors import (
     ConfigurationError,
     MalformedFrame,

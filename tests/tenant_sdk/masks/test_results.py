@@ -10,13 +10,11 @@ import torch
 from peft import LoraConfig
 
 from tenant_sdk.model.run_state import NotFiniteWarning
-from tests.support.lattice import BACKWARD, FORWARD
-from tests.support.lattice_bounds import bounds, wide
-from tests.support.mask_parameters import DEFAULT
+from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, bounds, wide
 from tests.support.mask_site import BF16, MODEL_NOISE, Site, specs, taken, unmasked
 from tests.support.parity import adapted, batch, grads, relative
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.training import QUICK, ROWS, lora
 from wire.limits import Limits
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")

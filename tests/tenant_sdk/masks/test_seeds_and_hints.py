@@ -14,12 +14,12 @@ from noise.ledger.ledger import Ledger, Seed
 from noise.params import LatticeParameters
 from provider.identity.registry import enroll
 from tenant_sdk import TenantClient
-from tests.support.chat_model import make_chat_model
-from tests.support.client_seams import mask_makers
 from tests.support.mask_site import MODEL_NOISE, Site, unmasked
 from tests.support.parity import batch, relative
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.spies import mask_makers
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, lora
 from tests.support.waiting import end
 from wire.errors import (
     ConfigurationError,

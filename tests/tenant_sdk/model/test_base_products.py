@@ -11,8 +11,8 @@ import torch
 from tenant_sdk import TenantClient
 from tenant_sdk.model.base_products import group_of, group_products, product, transposed_product
 from tenant_sdk.model.remote_linear import RemoteLinear
-from tests.support.client_seams import before_requests
 from tests.support.parity import RELATIVE, local, relative
+from tests.support.spies import before_requests
 from tests.support.tiny_models import make_tiny
 from wire.errors import ConfigurationError
 

@@ -19,14 +19,13 @@ from tenant_sdk import TenantClient, embedded, for_remote_base
 from tenant_sdk.model.dora import SMALLEST_SHARE, column_norms_of_sum
 from tenant_sdk.model.remote_linear import RemoteWeightError
 from tenant_sdk.model.run_state import ZEROS, RunState, run_states
-from tests.support.client_seams import before_requests
-from tests.support.lying_bundle import Liar
-from tests.support.mask_parameters import TOY_OPTIONS
-from tests.support.overflowing import HONEST, Opened
+from tests.support.false_providers import HONEST, Liar, Opened
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.parity import adapted, batch, relative
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.spies import before_requests
 from tests.support.tiny_models import make_tiny
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 from wire.frame import Call, Direction, Purpose
 from wire.payload import Payload

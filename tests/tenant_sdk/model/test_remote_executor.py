@@ -14,9 +14,7 @@ from noise.masks.lattice import Lattice
 from noise.masks.off import Off
 from noise.verify import Verifier
 from tenant_sdk.model.remote_group import RemoteExecutor
-from tests.support.answered import Answered
-from tests.support.lattice import FORWARD, group_of, rows_of, weight_of
-from tests.support.mask_parameters import DEFAULT
+from tests.support.lattice import DEFAULT, FORWARD, Answered, group_of, rows_of, weight_of
 from wire.errors import Unavailable, VerificationFailed
 from wire.frame import Arithmetic, Call, Purpose
 from wire.limits import Limits

@@ -14,9 +14,9 @@ from peft import LoraConfig, get_peft_model
 
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.remote_linear import RemoteLinear, RemoteWeightError
-from tests.support.client_seams import before_requests
 from tests.support.parity import batch, relative
-from tests.support.serving import make_served_model
+from tests.support.providers import make_served_model
+from tests.support.spies import before_requests
 from tests.support.tiny_models import make_tiny
 from wire.errors import InvalidTensor
 from wire.frame import Call, Direction

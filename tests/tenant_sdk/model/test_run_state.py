@@ -25,10 +25,10 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.model.run_state import FAILED, NotFiniteWarning, are_finite, check_run, run_states
-from tests.support.client_seams import before_requests
-from tests.support.overflowing import HONEST, Opened
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import make_served_model
+from tests.support.false_providers import HONEST, Opened
+from tests.support.providers import make_served_model
+from tests.support.spies import before_requests
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, InvalidTensor, NotFinite, Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.limits import Limits

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.support.batch_calls import batch_calls  # noqa: F401
+from tests.support.engines import batch_calls  # noqa: F401

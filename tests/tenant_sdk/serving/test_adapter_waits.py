@@ -13,8 +13,8 @@ import torch
 
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine
-from tests.support.served_kinds import make_model, open_client
-from tests.support.step_gate import TIMEOUT_S, Gate
+from tests.support.engines import TIMEOUT_S, Gate
+from tests.support.tiny_models import make_model, open_client
 from wire.errors import ConfigurationError, VeilbaseError
 
 

@@ -26,12 +26,11 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.testing import ScriptedProvider, character_tokenizer
-from tests.support.client_seams import before_requests
-from tests.support.mask_parameters import PLAIN, TOY_MASK
-from tests.support.saved_adapters import save_adapter
-from tests.support.saved_kinds import save_kind
-from tests.support.served_kinds import make_model
-from tests.support.step_gate import TIMEOUT_S, Gate
+from tests.support.engines import TIMEOUT_S, Gate
+from tests.support.lattice import PLAIN, TOY_MASK
+from tests.support.saved_adapters import save_adapter, save_kind
+from tests.support.spies import before_requests
+from tests.support.tiny_models import make_model
 from wire.errors import ConfigurationError, VeilbaseError
 
 pytestmark = [

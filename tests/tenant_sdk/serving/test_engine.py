@@ -21,9 +21,9 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.kv import kv_layout
 from tenant_sdk.serving.requests import Answer
+from tests.support.engines import TIMEOUT_S, Gate
 from tests.support.saved_adapters import save_adapter
-from tests.support.served_kinds import PROMPTS, make_model, open_client
-from tests.support.step_gate import TIMEOUT_S, Gate
+from tests.support.tiny_models import PROMPTS, make_model, open_client
 from wire.errors import ConfigurationError, DeadlineExceeded, QuotaExceeded, VeilbaseError
 
 

@@ -17,11 +17,10 @@ import torch
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.kv import DEVICE_ROWS
-from tests.support.cuda_devices import cpu_and
-from tests.support.logits_recorder import alone, together
-from tests.support.saved_adapters import save_adapter
-from tests.support.saved_kinds import save_kind
-from tests.support.served_kinds import PROMPTS, make_model, open_client
+from tests.support.cuda import cpu_and
+from tests.support.engines import alone, together
+from tests.support.saved_adapters import save_adapter, save_kind
+from tests.support.tiny_models import PROMPTS, make_model, open_client
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")

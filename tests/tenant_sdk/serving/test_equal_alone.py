@@ -13,10 +13,9 @@ import torch
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
-from tests.support.logits_recorder import alone, mean_kl, together
-from tests.support.saved_adapters import save_adapter
-from tests.support.saved_kinds import save_kind
-from tests.support.served_kinds import KINDS, PROMPTS, make_model, open_client
+from tests.support.engines import alone, mean_kl, together
+from tests.support.saved_adapters import save_adapter, save_kind
+from tests.support.tiny_models import KINDS, PROMPTS, make_model, open_client
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 NEW_TOKENS = 12

@@ -10,9 +10,8 @@ import torch
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
-from tests.support.saved_adapters import save_adapter
-from tests.support.saved_kinds import EXAMPLES, OF_CONV1D, save_kind
-from tests.support.served_kinds import PROMPTS, make_model, open_client
+from tests.support.saved_adapters import EXAMPLES, OF_CONV1D, save_adapter, save_kind
+from tests.support.tiny_models import PROMPTS, make_model, open_client
 from wire.errors import ConfigurationError
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tenant_sdk.serving.kv import KV_DTYPES, KvLayout, RequestKv, kv_layout
-from tests.support.served_kinds import CONFIGS, WINDOW
+from tests.support.tiny_models import CONFIGS, WINDOW
 from wire.errors import ConfigurationError
 
 CPU = torch.device("cpu")

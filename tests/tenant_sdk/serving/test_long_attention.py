@@ -16,8 +16,8 @@ from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.kv import DEVICE_ROWS, KV_DTYPES, KvLayout, RequestKv, attention_device, kv_place
 from tenant_sdk.serving.long_attention import attend_in_chunks, read_floats, takes_chunks
 from tenant_sdk.serving.ragged import attend
-from tests.support.served_kinds import KINDS, PROMPTS, make_model, open_client
-from tests.support.step_gate import TIMEOUT_S
+from tests.support.engines import TIMEOUT_S
+from tests.support.tiny_models import KINDS, PROMPTS, make_model, open_client
 from wire.errors import ConfigurationError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from tenant_sdk import PromptsFailed, TenantClient
 from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tenant_sdk.testing import Fail, ScriptedProvider
-from tests.support.mask_parameters import PLAIN
+from tests.support.lattice import PLAIN
 from tests.support.saved_adapters import save_adapter
-from tests.support.served_kinds import make_model
+from tests.support.tiny_models import make_model
 from wire.errors import ConfigurationError, Unavailable
 
 PROMPTS = ("who?", "why so?", "where is it?", "b")

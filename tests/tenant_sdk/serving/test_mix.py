@@ -16,12 +16,11 @@ from tenant_sdk import TenantClient, embedded
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.loop import EngineStatus
 from tenant_sdk.serving.requests import Answer
-from tests.support.logits_recorder import alone
-from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.engines import TIMEOUT_S, alone
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.mask_site import Watched
-from tests.support.served_kinds import PROMPTS, make_model
-from tests.support.serving import make_served_model
-from tests.support.step_gate import TIMEOUT_S
+from tests.support.providers import make_served_model
+from tests.support.tiny_models import PROMPTS, make_model
 from wire.errors import Unavailable
 from wire.frame import Call
 from wire.transport.inproc import InprocConnection

@@ -18,10 +18,9 @@ from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.kv import KV_DTYPES, KvLayout, RequestKv
 from tenant_sdk.serving.prefix_cache import BLOCK_TOKENS, CallerPrefixes, PrefixCache
 from tenant_sdk.serving.requests import Answer
-from tests.support.logits_recorder import Recorder
+from tests.support.engines import TIMEOUT_S, Gate, Recorder
 from tests.support.saved_adapters import save_adapter
-from tests.support.served_kinds import KINDS, make_model, open_client
-from tests.support.step_gate import TIMEOUT_S, Gate
+from tests.support.tiny_models import KINDS, make_model, open_client
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 
 CPU = torch.device("cpu")

@@ -15,11 +15,11 @@ from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.model.run_state import NotFiniteWarning
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.testing import CallHandler, Corrupt, Fail, ScriptedProvider
-from tests.support.client_seams import before_requests
-from tests.support.mask_parameters import PLAIN, TOY_MASK
-from tests.support.served_kinds import make_model
-from tests.support.serving import make_served_model, serving
-from tests.support.step_gate import TIMEOUT_S, Gate
+from tests.support.engines import TIMEOUT_S, Gate
+from tests.support.lattice import PLAIN, TOY_MASK
+from tests.support.providers import make_served_model, serving
+from tests.support.spies import before_requests
+from tests.support.tiny_models import make_model
 from wire.errors import NotFinite, QuotaExceeded, TransportError, Unavailable, VeilbaseError, VerificationFailed
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")

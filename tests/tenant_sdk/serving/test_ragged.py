@@ -22,7 +22,7 @@ from tenant_sdk.serving.attention import kernels
 from tenant_sdk.serving.attention.few_rows import RequestRows
 from tenant_sdk.serving.kv import RequestKv, kv_layout
 from tenant_sdk.serving.ragged import RaggedModel, attend
-from tests.support.served_kinds import CONFIGS, KINDS
+from tests.support.tiny_models import CONFIGS, KINDS
 from wire.errors import ConfigurationError
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, NoBadWordsLogitsProcessor
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.sampling import Sampler, Sampling, check_defaults
-from tests.support.served_kinds import PROMPTS, make_model, open_client
+from tests.support.tiny_models import PROMPTS, make_model, open_client
 from wire.errors import ConfigurationError
 
 CPU = torch.device("cpu")

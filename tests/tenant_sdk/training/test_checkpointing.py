@@ -14,8 +14,8 @@ import torch
 
 from tenant_sdk.training import activation_checkpointing
 from tenant_sdk.training.activation_checkpointing import choose, estimate, has_dropout, resolve
-from tests.support.client_seams import before_requests
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.spies import before_requests
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, StorageError
 
 

@@ -16,9 +16,8 @@ from transformers import CohereConfig, GraniteConfig, MambaConfig, OPTConfig, Tr
 from tenant_sdk import TenantClient
 from tenant_sdk.training import loss as loss_module
 from tenant_sdk.training.loss import chunk_loss, chunked_cross_entropy
-from tests.support.client_seams import before_requests
-from tests.support.served_kinds import CONFIGS, make_model, open_client
-from tests.support.tiny_models import SIZES, VOCAB, save_random
+from tests.support.spies import before_requests
+from tests.support.tiny_models import CONFIGS, SIZES, VOCAB, make_model, open_client, save_random
 from wire.errors import ConfigurationError
 from wire.frame import Direction
 

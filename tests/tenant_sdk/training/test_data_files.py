@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 from tenant_sdk.training.dataset import NOT_READ, Text, load_rows
-from tests.support.quick_training import ROWS
+from tests.support.training import ROWS
 from wire.errors import ConfigurationError, DatasetError
 
 SECRET = "hunter2"

@@ -14,12 +14,11 @@ from tenant_sdk import TenantClient
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.training.activation_checkpointing import estimate
 from tenant_sdk.training.windows import Windows
-from tests.support.client_seams import before_requests
-from tests.support.dequantised import dequantised
-from tests.support.mask_parameters import TOY_OPTIONS
-from tests.support.parity import RELATIVE, adapted, batch, relative
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.windowed_models import gradients_of, padded_batch, whole_gradients
+from tests.support.lattice import TOY_OPTIONS
+from tests.support.parity import RELATIVE, adapted, batch, dequantised, relative
+from tests.support.spies import before_requests
+from tests.support.tiny_models import gradients_of, padded_batch, whole_gradients
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import Unavailable
 from wire.frame import Call, Direction
 from wire.payload import Payload

@@ -18,11 +18,11 @@ from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient
 from tenant_sdk.model.run_state import NotFiniteWarning
 from tenant_sdk.training.token_rows import Collator, parse_data
-from tests.support.client_seams import before_requests
-from tests.support.mask_parameters import TOY_OPTIONS
-from tests.support.overflowing import HONEST, Opened
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.stock_training import TOLERANCE, dequantised, logged, stock_trainer, tokenized
+from tests.support.false_providers import HONEST, Opened
+from tests.support.lattice import TOY_OPTIONS
+from tests.support.parity import dequantised
+from tests.support.spies import before_requests
+from tests.support.training import QUICK, ROWS, TOLERANCE, logged, lora, stock_trainer, tokenized
 from wire.errors import ConfigurationError, DatasetError, NotFinite
 from wire.frame import Direction
 

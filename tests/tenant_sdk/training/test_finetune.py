@@ -32,11 +32,10 @@ from tenant_sdk.kinds.started_lora import StartedLoraModel
 from tenant_sdk.peft_model import FewLayersWarning
 from tenant_sdk.training.token_rows import Collator
 from tenant_sdk.training.trainers import CompletionTrainer, mean_loss
-from tests.support.chat_model import make_chat_model
-from tests.support.client_seams import before_requests
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import serving
-from tests.support.stock_training import TOLERANCE, logged, stock_trainer, tokenized
+from tests.support.providers import serving
+from tests.support.spies import before_requests
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, ROWS, TOLERANCE, logged, lora, stock_trainer, tokenized
 from wire.errors import ConfigurationError, DatasetError
 from wire.frame import Direction
 

@@ -134,7 +134,7 @@ def test_bfloat16_trains_as_without_a_store(tmp_path: Path) -> None:
 
 def test_bytes_per_row_are_what_a_step_keeps(chat_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.parity import adapted
-    from tests.support.quick_training import QUICK, ROWS, lora
+    from tests.support.training import QUICK, ROWS, lora
 
     kept: Counter[bool] = Counter()
     keep_extra = ReplyStore.keep_extra

@@ -16,11 +16,10 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.training.settings import Evaluation
 from tenant_sdk.training.trainers import steps_without_progress
-from tests.support.client_seams import before_requests
-from tests.support.mask_parameters import TOY_OPTIONS
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.serving import serving
-from tests.support.stock_training import TOLERANCE, logged, stock_trainer, tokenized
+from tests.support.lattice import TOY_OPTIONS
+from tests.support.providers import serving
+from tests.support.spies import before_requests
+from tests.support.training import QUICK, ROWS, TOLERANCE, logged, lora, stock_trainer, tokenized
 from wire.errors import ConfigurationError
 
 OTHERS = [

@@ -24,11 +24,11 @@ from tenant_sdk.model.run_state import NotFiniteWarning
 from tenant_sdk.testing import character_tokenizer
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.token_rows import preference_rows
-from tests.support.chat_model import make_chat_model
-from tests.support.client_seams import before_requests
-from tests.support.overflowing import HONEST, Opened
-from tests.support.quick_training import QUICK, lora
-from tests.support.stock_training import TOLERANCE, dequantised, logged, training_arguments
+from tests.support.false_providers import HONEST, Opened
+from tests.support.parity import dequantised
+from tests.support.spies import before_requests
+from tests.support.tiny_models import make_chat_model
+from tests.support.training import QUICK, TOLERANCE, logged, lora, training_arguments
 from wire.errors import ConfigurationError, DatasetError, NotFinite
 from wire.frame import Direction
 

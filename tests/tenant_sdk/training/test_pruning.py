@@ -17,8 +17,7 @@ from transformers import OPTConfig
 from tenant_sdk import TenantClient
 from tenant_sdk.training import pruning
 from tenant_sdk.training.pruning import apply_bits, bits_of, keep_bits, prune
-from tests.support.served_kinds import CONFIGS, make_model, open_client
-from tests.support.tiny_models import VOCAB, save_random
+from tests.support.tiny_models import CONFIGS, VOCAB, make_model, open_client, save_random
 
 OPT = OPTConfig(
     vocab_size=VOCAB, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, dropout=0.0,

@@ -20,8 +20,8 @@ from tenant_sdk import cli
 from tenant_sdk.training.command import finetune_command, peft_config_of
 from tenant_sdk.training.recipe import Recipe, RunRecipe, check_recipe_early, load_recipe, peft_fields, with_connection
 from tenant_sdk.training.settings import Evaluation, FinetuneResult
-from tests.support.quick_training import ROWS
 from tests.support.repository import ROOT
+from tests.support.training import ROWS
 from wire.errors import ConfigurationError
 
 SECRET = "hunter2"

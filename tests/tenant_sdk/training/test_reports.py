@@ -12,8 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tenant_sdk import TenantClient
-from tests.support.client_seams import before_requests
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.spies import before_requests
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, Unavailable
 
 

@@ -11,8 +11,8 @@ import torch
 from tenant_sdk import TenantClient
 from tenant_sdk.training import loss
 from tenant_sdk.training.loss import Scores, score_tokens
-from tests.support.client_seams import before_requests
 from tests.support.parity import adapted, lora, relative
+from tests.support.spies import before_requests
 from tests.support.tiny_models import VOCAB, make_tiny
 
 IGNORED = -100

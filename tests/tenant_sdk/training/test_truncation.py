@@ -14,8 +14,7 @@ from tenant_sdk import CutWarning, TenantClient
 from tenant_sdk.testing import character_tokenizer
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.token_rows import training_rows
-from tests.support.quick_training import QUICK, lora
-from tests.support.stock_training import TOLERANCE, logged, training_arguments
+from tests.support.training import QUICK, TOLERANCE, logged, lora, training_arguments
 from wire.errors import ConfigurationError, DatasetError
 
 TEXTS = [

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import get_scheduler
 
 from tenant_sdk import TenantClient
-from tests.support.quick_training import QUICK, ROWS
+from tests.support.training import QUICK, ROWS
 from wire.errors import ConfigurationError
 
 PREFERENCES = "rows with chosen and rejected"

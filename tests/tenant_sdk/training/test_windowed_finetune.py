@@ -20,13 +20,21 @@ from tenant_sdk import TenantClient, cli
 from tenant_sdk.model.run_state import NotFiniteWarning
 from tenant_sdk.testing import character_tokenizer
 from tenant_sdk.training.windows import Windows
-from tests.support.client_seams import before_requests
-from tests.support.mask_parameters import TOY_OPTIONS
-from tests.support.overflowing import HONEST, Opened
+from tests.support.false_providers import HONEST, Opened
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.parity import adapted, relative
-from tests.support.quick_training import QUICK, ROWS, lora
-from tests.support.tiny_models import SIZES, VOCAB, save_random
-from tests.support.windowed_models import CONFIGS, NUM_TOKENS, gradients_of, padded_batch, whole_gradients
+from tests.support.spies import before_requests
+from tests.support.tiny_models import (
+    NUM_TOKENS,
+    SIZES,
+    VOCAB,
+    WINDOWED_CONFIGS,
+    gradients_of,
+    padded_batch,
+    save_random,
+    whole_gradients,
+)
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, NotFinite
 from wire.frame import Direction
 
@@ -36,11 +44,11 @@ TEXTS = [{"text": text} for text in ("abc def", "a longer line of text, and long
 Sent = list[tuple[str, Direction, int]]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=WINDOWED_CONFIGS)
 def kind_and_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Provides a kind of model, and the folder of a random model of this kind."""
     folder = tmp_path_factory.mktemp(request.param) / "model"
-    save_random(CONFIGS[request.param], folder)
+    save_random(WINDOWED_CONFIGS[request.param], folder)
     character_tokenizer().save_pretrained(folder)
     return request.param, folder
 

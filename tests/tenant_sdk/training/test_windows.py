@@ -25,14 +25,21 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, JambaConfig, LlamaConfig, MixtralConfig
 
 from tenant_sdk.training.windows import Windows, _Kept
-from tests.support import served_kinds
 from tests.support.parity import adapted, relative
-from tests.support.tiny_models import GPT2_SIZES, SIZES
-from tests.support.windowed_models import CONFIGS, NUM_TOKENS, gradients_of, padded_batch, whole_gradients
+from tests.support.tiny_models import (
+    CONFIGS,
+    GPT2_SIZES,
+    NUM_TOKENS,
+    SIZES,
+    WINDOWED_CONFIGS,
+    gradients_of,
+    padded_batch,
+    whole_gradients,
+)
 from wire.errors import ConfigurationError
 
 TOLERANCE = 1e-5
-ALL_KINDS = {**served_kinds.CONFIGS, **CONFIGS}
+ALL_KINDS = {**CONFIGS, **WINDOWED_CONFIGS}
 
 
 def lora(kind: str = "llama", **changes: Any) -> LoraConfig:
@@ -59,19 +66,19 @@ def assert_equal(model: Any, window_tokens: int, inputs: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize(
     ("kind", "window_tokens"),
-    [(kind, tokens) for kind in ALL_KINDS for tokens in ((2, 8, 14) if kind in CONFIGS else (8,))],
+    [(kind, tokens) for kind in ALL_KINDS for tokens in ((2, 8, 14) if kind in WINDOWED_CONFIGS else (8,))],
 )
 def test_gradients_equal_the_whole_batchs(kind: str, window_tokens: int) -> None:
     """Rows are padded, and the first windows have no labels. The smallest window has one token of each row."""
     assert_equal(make(kind), window_tokens, padded_batch())
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", WINDOWED_CONFIGS)
 def test_a_window_larger_than_the_batch_is_the_whole_batch(kind: str) -> None:
     assert_equal(make(kind), 1000, padded_batch())
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", WINDOWED_CONFIGS)
 def test_activation_checkpointing(kind: str) -> None:
     """With checkpointing, a transformer block is computed again in the backward pass. It must then use the same keys
     and values as before, so that the gradients are right."""
@@ -192,7 +199,7 @@ def one_graph(model: Any, inputs: dict[str, torch.Tensor], length: int, seeds: l
     functional.cross_entropy(predicted.flatten(0, 1), targets.flatten()).backward()
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", WINDOWED_CONFIGS)
 def test_dropout_is_the_same_in_both_passes_of_a_window(kind: str) -> None:
     """Each window seeds its dropout with a number of its own. The gradients are compared with those of one graph over
     all windows with the same seeds."""
@@ -334,7 +341,12 @@ def soft_prompt(name: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "prompt"),
     # PEFT cannot put embeddings before the projection that this OPT has
-    [(kind, name) for kind in [*CONFIGS, "gemma2"] for name in SOFT_PROMPTS if kind != "opt" or "prefix" in name],
+    [
+        (kind, name)
+        for kind in [*WINDOWED_CONFIGS, "gemma2"]
+        for name in SOFT_PROMPTS
+        if kind != "opt" or "prefix" in name
+    ],
 )
 def test_soft_prompts(kind: str, prompt: str) -> None:
     model, inputs = make(kind, soft_prompt(prompt)), padded_batch()
@@ -375,7 +387,7 @@ def test_soft_prompts_with_activation_checkpointing(prompt: str) -> None:
     ids=["CPT", "aLoRA", "Lily"],
 )
 def test_adapters_that_cannot_be_cut(config: Any, said: str) -> None:
-    model = get_peft_model(AutoModelForCausalLM.from_config(CONFIGS["llama"]), config)
+    model = get_peft_model(AutoModelForCausalLM.from_config(WINDOWED_CONFIGS["llama"]), config)
     with pytest.raises(ConfigurationError, match=f"^window_tokens is not possible {said}"):
         Windows(model, 8)
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.trust.bundle import without_unsafe
-from tests.support.lying_bundle import Liar
-from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.false_providers import Liar
+from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, DatasetError, MalformedFrame, VeilbaseError
 from wire.manifest import parse_manifest
 from wire.transport.inproc import InprocConnection

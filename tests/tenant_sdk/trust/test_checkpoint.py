@@ -26,8 +26,8 @@ from tenant_sdk.trust import checkpoint
 from tenant_sdk.trust.bundle import fetch_bundle
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tenant_sdk.trust.compare import same_bits
-from tests.support.chat_model import make_chat_model
 from tests.support.reachable import reachable
+from tests.support.tiny_models import make_chat_model
 from wire.errors import ConfigurationError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction
 from wire.manifest import Manifest, parse_manifest

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.cuda_stand_in import UNIT, StandIn, stand_in
-from tests.support.forked_child import in_child
+from tests.support.cuda import UNIT, StandIn, stand_in
+from tests.support.threads import in_child
 from wire.gpu_window import memory as driver_module
 from wire.gpu_window.memory import (
     AccessDescription,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.forked_child import in_child
+from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S, end
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.raw_peer import RawPeer
-from tests.support.tls_authority import HOST, Authority, make_authority
+from tests.support.identities import HOST, Authority, make_authority
+from tests.support.raw_peers import RawPeer
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, MalformedFrame, WrongPeer
 from wire.transport.ipc import handshake as module

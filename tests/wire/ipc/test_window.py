@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cuda_stand_in import UNIT, stand_in
-from tests.support.forked_child import in_child
+from tests.support.cuda import UNIT, stand_in
+from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S, end
 from wire import frame
 from wire.errors import (

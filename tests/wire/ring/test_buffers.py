@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.forked_child import in_child
+from tests.support.threads import in_child
 from tests.support.waiting import end
 from wire.ring.buffers import unwritten, unwritten_tensor
 

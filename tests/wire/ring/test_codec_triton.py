@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cuda_devices import needs_cuda
-from tests.support.interpreted_kernels import interpret
+from tests.support.cuda import needs_cuda
+from tests.support.triton_kernels import interpret
 from wire.errors import NotFinite
 from wire.ring import codec_triton, coding, kernels, product_triton
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cached import forget
-from tests.support.compiled_kernels import needs_products
+from tests.support.compiled_kernels import forget, needs_products
 from tests.support.repository import ROOT
 from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
@@ -210,7 +209,7 @@ import threading
 import torch
 from wire.ring import kernels
 from wire.ring.product import plain_product
-from tests.support.guarded_memory import guarded
+from tests.support.compiled_kernels import guarded
 
 torch.manual_seed(0)
 areas = {}

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.compiled_kernels import needs_products
-from tests.support.golden_vectors import load
-from tests.support.int_mm_faults import gone, missing, saturating
-from tests.support.ring_matrices import HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
+from tests.support.cuda import gone, missing, saturating
+from tests.support.repository import golden_vectors
+from tests.support.ring_products import HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
 from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
 from wire.ring import coding, product_cuda
@@ -106,7 +106,7 @@ def test_equals_big_integers(num_rows: int, d: int, m: int, seed: int, row_layou
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", load("ring.json"), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", golden_vectors("ring.json"), ids=lambda case: case["name"])
 def test_golden(case: dict[str, Any], kernel: Product) -> None:
     rows = torch.tensor(case["rows"], dtype=torch.int32)
     weight = torch.tensor(case["weight"], dtype=torch.int8)

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.cuda_devices import needs_cuda
-from tests.support.int_mm_faults import gone, missing, saturating
-from tests.support.ring_matrices import EXTREMES, HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
+from tests.support.cuda import gone, missing, needs_cuda, saturating
+from tests.support.ring_products import EXTREMES, HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
 from wire.ring import coding, product_cuda, product_triton
 from wire.ring import product as kernels
 

@@ -14,10 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.cuda_devices import needs_cuda
-from tests.support.interpreted_kernels import interpret
-from tests.support.multiplied_on_cuda import multiplied_on_cuda
-from tests.support.ring_matrices import EXTREMES, LAYOUTS, draw, laid_out
+from tests.support.cuda import multiplied_on_cuda, needs_cuda
+from tests.support.ring_products import EXTREMES, LAYOUTS, draw, laid_out
+from tests.support.triton_kernels import interpret
 from wire.ring import product as kernels
 from wire.ring import product_triton
 from wire.ring.product_triton import MOST_FEW_ROWS, MOST_INNER, MOST_STACKED_ROWS, Form, passes_self_test

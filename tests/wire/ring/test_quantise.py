@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tests.support.golden_vectors import load
+from tests.support.repository import golden_vectors
 from wire.errors import InvalidTensor
 from wire.ring.quantise import INT8_MAX, column_norms, digest, max_norms, quantise
 
-CASES = load("quantise.json")
+CASES = golden_vectors("quantise.json")
 LARGEST = float(np.finfo(np.float32).max)
 WEIGHTS = hnp.arrays(
     np.float32,

@@ -17,8 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.golden_vectors import load
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, golden_vectors
 from wire import frame
 from wire.errors import InvalidTensor, MalformedFrame
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
@@ -26,7 +25,7 @@ from wire.limits import deadline_s
 from wire.ring import coding
 from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
 
-CASES = load("expand.json")
+CASES = golden_vectors("expand.json")
 SEED = bytes(range(32))
 PROTOCOL = ROOT / "docs" / "protocol.md"
 seeds = st.binary(min_size=32, max_size=32)

@@ -18,7 +18,7 @@ import pytest
 import triton.backends.nvidia
 
 from noise.polynomial import device_error
-from tests.support.compiled_kernels_ptx import compile_kernel
+from tests.support.triton_kernels import compile_kernel
 from wire.ring import codec_triton, product_triton
 from wire.ring.product_triton import (
     BLOCKS,

@@ -24,8 +24,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.catalogue import Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
+from tests.support.identities import make_authority
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
-from tests.support.tls_authority import make_authority
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError
 
@@ -205,7 +205,7 @@ _FETCH = """
 import sys
 from pathlib import Path
 from tenant_sdk.serving.adapters.catalogue import Entry, fetch
-from tests.support.tls_authority import make_authority
+from tests.support.identities import make_authority
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError
 source, digest, cache = sys.argv[1:]

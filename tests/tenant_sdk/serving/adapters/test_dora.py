@@ -15,12 +15,12 @@ from attacks.programs.overflow import Fault, Overflower
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.files import WEIGHTS
-from tests.support.client_seams import before_requests
-from tests.support.dequantised import dequantised
-from tests.support.lying_bundle import Liar
+from tests.support.false_providers import Liar
 from tests.support.mask_site import MODEL_NOISE
+from tests.support.parity import dequantised
+from tests.support.providers import make_served_model
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
-from tests.support.serving import make_served_model
+from tests.support.spies import before_requests
 from tests.support.tiny_models import make_tiny
 from wire.errors import NotFinite
 from wire.frame import Call, Direction, Purpose

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tenant_sdk.serving.adapters import AdapterStore, peft_modules, peft_settings
 from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
-from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
-from tests.support.saved_kinds import EXAMPLES, save_kind
+from tests.support.saved_adapters import EXAMPLES, Bell, base_model, held, peft_logits, save_adapter, save_kind, stepped
 from wire.errors import ConfigurationError, InvalidTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")

@@ -12,8 +12,17 @@ from peft import PeftModel
 
 from runtime.loading import loading
 from tenant_sdk.serving.adapters import AdapterStore
-from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
-from tests.support.saved_kinds import EXAMPLES, OF_CONV1D, save_kind
+from tests.support.saved_adapters import (
+    EXAMPLES,
+    OF_CONV1D,
+    Bell,
+    base_model,
+    held,
+    peft_logits,
+    save_adapter,
+    save_kind,
+    stepped,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")
 IDS = torch.randint(3, 128, (6, 5), generator=torch.Generator().manual_seed(1))

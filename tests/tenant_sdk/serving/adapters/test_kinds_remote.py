@@ -12,8 +12,7 @@ import torch
 
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.adapters import AdapterStore
-from tests.support.saved_adapters import Bell, held, peft_logits, save_adapter, stepped
-from tests.support.saved_kinds import save_kind
+from tests.support.saved_adapters import Bell, held, peft_logits, save_adapter, save_kind, stepped
 from tests.support.tiny_models import make_tiny
 from wire.errors import ConfigurationError, InvalidTensor
 

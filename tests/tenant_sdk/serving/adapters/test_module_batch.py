@@ -23,8 +23,7 @@ from torch import nn
 from tenant_sdk.serving.adapters import AdapterStore, module_stack
 from tenant_sdk.serving.adapters.module_stack import Batching, ModuleBatch, RowFormat
 from tenant_sdk.serving.adapters.peft_modules import base_inputs, outputs, stub_of
-from tests.support.saved_adapters import Bell, base_model, held, save_adapter
-from tests.support.saved_kinds import EXAMPLES, OF_CONV1D, save_kind
+from tests.support.saved_adapters import EXAMPLES, OF_CONV1D, Bell, base_model, held, save_adapter, save_kind
 from wire.errors import InvalidTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")

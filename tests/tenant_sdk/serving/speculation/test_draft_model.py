@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.speculation.draft import DraftModel
-from tests.support.served_kinds import CONFIGS, PROMPTS, make_model, open_client
+from tests.support.engines import TIMEOUT_S
 from tests.support.spies import results_of
-from tests.support.step_gate import TIMEOUT_S
-from tests.support.tiny_models import save_random
+from tests.support.tiny_models import CONFIGS, PROMPTS, make_model, open_client, save_random
 
 NEW_TOKENS = 13
 NUM_DRAFTED = 3

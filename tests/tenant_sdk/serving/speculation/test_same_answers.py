@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.serving.engine import Engine
+from tests.support.engines import TIMEOUT_S
 from tests.support.saved_adapters import save_adapter
-from tests.support.served_kinds import CONFIGS, PROMPTS, make_model, open_client
-from tests.support.step_gate import TIMEOUT_S
-from tests.support.tiny_models import save_random
+from tests.support.tiny_models import CONFIGS, PROMPTS, make_model, open_client, save_random
 from wire.errors import VeilbaseError
 
 NEW_TOKENS = 14

@@ -17,9 +17,9 @@ from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.requests import Request
 from tenant_sdk.testing import Corrupt, ScriptedProvider
-from tests.support.mask_parameters import PLAIN, TOY_MASK
-from tests.support.served_kinds import make_model
-from tests.support.step_gate import TIMEOUT_S
+from tests.support.engines import TIMEOUT_S
+from tests.support.lattice import PLAIN, TOY_MASK
+from tests.support.tiny_models import make_model
 from wire.errors import NotFinite
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")

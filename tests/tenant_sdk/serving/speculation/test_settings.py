@@ -14,7 +14,7 @@ from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.testing import character_tokenizer
 from tests.support.saved_adapters import save_adapter
-from tests.support.served_kinds import make_model, open_client
+from tests.support.tiny_models import make_model, open_client
 from wire.errors import ConfigurationError
 
 

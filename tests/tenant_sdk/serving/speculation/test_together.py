@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
-from tests.support.saved_adapters import save_adapter
-from tests.support.saved_kinds import save_kind
-from tests.support.served_kinds import make_model, open_client
-from tests.support.step_gate import TIMEOUT_S
+from tests.support.engines import TIMEOUT_S
+from tests.support.saved_adapters import save_adapter, save_kind
+from tests.support.tiny_models import make_model, open_client
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning"),

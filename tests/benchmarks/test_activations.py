@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.activation_figures import columns, plot, table
+from benchmarks.activations import columns, plot, table
 
 RESULTS = {
     "lora": {

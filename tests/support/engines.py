@@ -1,18 +1,35 @@
-"""Records the logits of answers that are generated alone and through an engine, so that they can be compared token by
-token."""
+"""Stops an engine in the middle of a step, and records its logits and the adapters that it computes together."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from tenant_sdk import TenantClient
+from tenant_sdk.serving.adapters.module_stack import ModuleBatch
 from tenant_sdk.serving.engine import Engine
-from tests.support.step_gate import TIMEOUT_S
+
+TIMEOUT_S = 60.0
+"""The seconds after which a test of an engine gives up."""
+
+
+class Gate:
+    """Acts as a logits hook that stops the engine in the middle of a step until the test opens the gate."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.reached.set()
+        assert self.open.wait(TIMEOUT_S)
+        return scores
 
 
 @dataclass
@@ -64,3 +81,17 @@ def mean_kl(reference: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> f
     """Returns the mean of KL(reference, got) over all positions, in nats."""
     p, q = (torch.cat(list(each)).double().log_softmax(dim=-1) for each in (reference, got))
     return float((p.exp() * (p - q)).sum(dim=-1).mean())
+
+
+@pytest.fixture
+def batch_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list to which every call of a batch adds the number of its modules."""
+    made: list[int] = []
+    run = ModuleBatch.outputs
+
+    def counted(batch: ModuleBatch, modules: Sequence[nn.Module], *rows: torch.Tensor) -> torch.Tensor:
+        made.append(len(modules))
+        return run(batch, modules, *rows)
+
+    monkeypatch.setattr(ModuleBatch, "outputs", counted)
+    return made

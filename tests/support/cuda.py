@@ -1,5 +1,5 @@
-"""Compiles the stand-in for the CUDA driver (tests/support/cuda_driver.c) against cuda.h, which comes with Triton, and
-reads what the stand-in counts."""
+"""Lets a test run on the CPU and also on a GPU where there is one, and stands in for the CUDA driver and for faults of
+`torch._int_mm` where there is none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,43 @@ import functools
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
-import triton
+import pytest
+import torch
+
+from wire.ring import product_triton
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def cpu_and(device: str) -> list[Any]:
+    """Returns the parameters "cpu" and `device`, a CUDA device; the latter is marked `gpu`, and skipped without a
+    GPU."""
+    return ["cpu", pytest.param(device, marks=[pytest.mark.gpu, needs_cuda])]
+
+
+def multiplied_on_cuda(rows: torch.Tensor, weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns the product of rows and a weight on the first CUDA device, brought back to the CPU."""
+    # Moving a tensor keeps its strides.
+    return product_triton.product(rows.cuda(), weight.cuda(), bits).cpu()
+
+
+def saturating(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiplies as processors without VNNI do, where sums of neighbouring products saturate at 16 bits."""
+    pairs = limbs.to(torch.int64)[:, :, None] * weight.to(torch.int64)[None]
+    return (pairs[:, ::2] + pairs[:, 1::2]).clamp(-(2**15), 2**15 - 1).sum(1).to(torch.int32)
+
+
+def missing(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Raises the error of a device for which `torch._int_mm` is not implemented."""
+    raise RuntimeError("_int_mm is not implemented")
+
+
+def gone(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Raises the error of a torch that has no `_int_mm`."""
+    raise AttributeError("module 'torch' has no attribute '_int_mm'")
+
 
 SOURCE = Path(__file__).with_name("cuda_driver.c")
 UNIT = 1 << 21
@@ -26,6 +61,8 @@ class StandIn:
     """Holds the compiled stand-in, and what tests set and count there."""
 
     def __init__(self) -> None:
+        import triton
+
         self._folder = tempfile.TemporaryDirectory(prefix="veilbase-cuda-")
         self.library = f"{self._folder.name}/libcuda.so.1"
         include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"

@@ -1,4 +1,5 @@
-"""Trains with transformers' own Trainer and TRL's own DPOTrainer on a local model, for comparison with `finetune`."""
+"""Trains a tiny chat model within seconds, with settings for `finetune` and, for comparison, with transformers' own
+Trainer on a local model."""
 
 from __future__ import annotations
 
@@ -7,15 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from tenant_sdk.testing import character_tokenizer
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.token_rows import Collator, tokenize
-from tests.support.quick_training import QUICK, ROWS
-from wire.ring.quantise import quantise
+
+ROWS = [
+    {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    for question, answer in (
+        ("who?", "Ada Quill"), ("where is it?", "in Port Hale"), ("when?", "1987"), ("what?", "a copper owl"),
+        ("why so?", "no reason"), ("how?", "by boat"), ("which one?", "the third"), ("whose?", "Ada's"),
+    )
+]  # fmt: skip
+"""Eight conversations, each with one question."""
+QUICK: dict[str, Any] = {
+    "max_steps": 6, "batch_size": 4, "learning_rate": 2e-2, "warmup_steps": 0, "save_steps": 2, "progress": False,
+    "provider_wait_s": 0,
+}  # fmt: skip
+"""The settings of a run of six steps that saves two checkpoints on the way, and does not wait for a lost provider."""
+
+
+def lora(**changes: Any) -> LoraConfig:
+    """Returns a small LoRA config for every linear layer, with `changes` applied."""
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
+
 
 TOLERANCE = 1e-4
 """The largest relative difference between a loss of `finetune` and the same loss of a stock trainer."""
@@ -24,17 +42,6 @@ TOLERANCE = 1e-4
 def tokenized(data: Any = ROWS) -> list[dict[str, list[int]]]:
     """Returns the token rows of a data set, by the tiny chat model's tokenizer."""
     return tokenize(load_rows(data), character_tokenizer(), 128)
-
-
-def dequantised(folder: Path) -> PreTrainedModel:
-    """Returns the local model in a folder with the weights that a provider with int8 weights computes with."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                weight, scales = quantise(module.weight.t().contiguous())
-                module.weight.copy_((weight.float() * scales).t())
-    return model
 
 
 def training_arguments(scratch: Path, **changes: Any) -> dict[str, Any]:
