@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tenant_sdk.plain_values import WrongOption
-from tenant_sdk.serving.settings import RequestOptions, StoreOptions
+from tenant_sdk.serving.settings import EngineOptions, RequestOptions, StoreOptions
 from tenant_sdk.training.settings import FinetuneOptions, FinetuneResult
 from tenant_sdk.tuning import NotTunedWarning, tune
 from wire.errors import (
@@ -90,6 +90,7 @@ __all__ = [
     "EndpointLimits",
     "EndpointSettings",
     "Engine",
+    "EngineOptions",
     "FewLayersWarning",
     "FinetuneOptions",
     "FinetuneResult",

@@ -17,6 +17,7 @@ import typer
 
 from runtime.command_line import Command, Commands, show_version, to_stderr, told_if_slow
 from tenant_sdk import tune
+from tenant_sdk.endpoint.settings import OPTION_KINDS, options_given
 from tenant_sdk.options import flag_of, takes_flags
 from tenant_sdk.plain_values import WrongOption, adapter_folder
 from tenant_sdk.serving.settings import StoreOptions, check_store_early
@@ -45,7 +46,7 @@ def _command(
     pass
 
 
-_PROVIDER, _PRIVACY, _OVER_HTTP, _LIMITS = "Provider", "Privacy", "Address and access", "Limits"
+_PROVIDER, _PRIVACY, _OVER_HTTP = "Provider", "Privacy", "Address and access"
 """Headings under which the help lists options."""
 
 Url = Annotated[
@@ -303,7 +304,7 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to the base model or an adapter; /adapter NAME switches."""
-    _check_folder(adapters, options)
+    _check_options(adapters, options, check_store_early)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
@@ -314,14 +315,16 @@ def chat(
         talk(client, adapters, _typed_lines(), lambda text: _show(text, nl=False), max_new_tokens, options)
 
 
-def _check_folder(adapters: Path | None, store_options: dict[str, Any]) -> None:
-    """Checks the folder of adapters and the options of their store before anything is loaded."""
+def _check_options(
+    adapters: Path | None, options: dict[str, Any], check: Callable[[Path | None, dict[str, Any]], object]
+) -> None:  # fmt: skip
+    """Checks the folder of adapters, and options by `check`, before anything is loaded. Errors name the flag."""
     if adapters is not None and not adapters.is_dir():
         raise ConfigurationError(f"--adapters: {adapters} is not a folder")
     try:
-        check_store_early(adapters, store_options)
+        check(adapters, options)
     except WrongOption as exc:
-        flags = {each.name: flag_of(each) for each in fields(StoreOptions)}
+        flags = {each.name: flag_of(each) for kind in OPTION_KINDS for each in fields(kind)}
         raise ConfigurationError(
             re.sub(rf"\b{exc.option}\b(?= was| must| is | has)", flags[exc.option], str(exc))
         ) from None
@@ -339,7 +342,7 @@ def _typed_lines() -> Iterator[str]:
 
 
 @app.command(cls=Command)
-@takes_flags(StoreOptions)
+@takes_flags(*OPTION_KINDS)
 def serve(
     *,
     options: dict[str, Any],
@@ -382,19 +385,6 @@ def serve(
             rich_help_panel=_PRIVACY,
         ),
     ] = None,
-    max_running: Annotated[int, typer.Option(help="Answers at a time.", min=1, rich_help_panel=_LIMITS)] = 16,
-    max_waiting: Annotated[
-        int, typer.Option(help="Requests that wait; further ones get the status 429.", min=1, rich_help_panel=_LIMITS)
-    ] = 64,
-    default_max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Length limit of answers to requests without max_tokens; by default the checkpoint's own, or what the "
-            "context leaves.",
-            min=1,
-            rich_help_panel=_LIMITS,
-        ),
-    ] = None,
 ) -> None:
     """Serve adapters and the base model over HTTP, with OpenAI's interface."""
     from tenant_sdk.endpoint.command import check_port, serve_command, serving_settings
@@ -404,16 +394,13 @@ def serve(
         release_values=release_values, is_verified=verify is not None,
     )  # fmt: skip
     check_port(settings)
-    _check_folder(adapters, options)
+    _check_options(adapters, options, options_given)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
-        serve_command(
-            client, adapters, settings, _show, max_running=max_running, max_waiting=max_waiting,
-            default_max_tokens=default_max_tokens, **options,
-        )  # fmt: skip
+        serve_command(client, adapters, settings, _show, **options)
 
 
 @app.command(cls=Command)

@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 from noise.options import DEFAULT_MASK
 from runtime.command_line import to_stderr, told_if_slow
 from tenant_sdk import embedded
+from tenant_sdk.endpoint.settings import OPTION_KINDS, EndpointKeywords, EndpointSettings
 from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
 from tenant_sdk.options import names_keywords, takes_options
 from tenant_sdk.plan import Trust, make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
+from tenant_sdk.serving.settings import NOT_OF_MANY, EngineOptions, ManyKeywords, RequestOptions, StoreOptions
 from tenant_sdk.session import Session, open_bundle, open_session, open_text
 from tenant_sdk.text.source import TenantText, check_fits_embedding, has_tokenizer
 from tenant_sdk.training.settings import (
@@ -366,17 +368,18 @@ class TenantClient:
 
         return generate(self, prompt, adapter, max_new_tokens, on_text, fixed_length=fixed_length, **options)
 
+    @takes_options(EngineOptions, RequestOptions, StoreOptions, without=NOT_OF_MANY)
     def generate_many(
         self,
         prompts: Sequence[str | Iterable[Mapping[str, str]]],
         adapters: str | Path | Sequence[str | Path | None] | None = None,
         max_new_tokens: int | None = None,
         progress: bool = True,
-        **options: Any,
+        **options: Unpack[ManyKeywords],
     ) -> list[str]:
         """Answers many prompts at once, with an `Engine` that exists for this call only (docs/serving.md).
 
-        Nothing of a prompt is sent before all prompts are accepted.
+        Nothing of a prompt is sent before all prompts are accepted. Options of a request apply to every prompt.
 
         Args:
             prompts: the prompts, each a text or messages as for `generate`.
@@ -384,11 +387,7 @@ class TenantClient:
                 for the base model. All adapter folders of one call must be subfolders of one folder.
             max_new_tokens: the most tokens of each answer; None for 128, or for fewer if the context has less room.
             progress: whether a progress bar is shown on stderr.
-            options: options of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, which apply
-                to every prompt; the options kv_dtype, kv_bytes, max_running, step_tokens, speculation, prefix_bytes,
-                max_context and kv_device of `Engine`; and the options device_slots, host_bytes, bases and
-                separate_calls of `AdapterStore`. Adapters that change inputs need the last one (OFT, BOFT, HRA, some
-                IA3).
+            **options: those of `EngineOptions`, `RequestOptions` and `StoreOptions`.
 
         Returns:
             The answers, in the order of the prompts.
@@ -404,14 +403,29 @@ class TenantClient:
 
         return generate_many(self, prompts, adapters, max_new_tokens, progress, **options)
 
-    def serve(self, adapters: str | Path | None = None, **options: Any) -> Endpoint:
+    @takes_options(*OPTION_KINDS)
+    def serve(
+        self,
+        adapters: str | Path | None = None,
+        *,
+        settings: EndpointSettings | None = None,
+        on_ready: Callable[[str], None] | None = None,
+        **options: Unpack[EndpointKeywords],
+    ) -> Endpoint:
         """Returns an HTTP endpoint with OpenAI's interface, for inference and fine-tuning (docs/endpoint.md).
 
-        Args, Raises: see `Endpoint`.
+        Args:
+            adapters: the folder of adapters; None serves only the base model, and the adapters of a catalogue.
+            settings: where to listen and what to release; by default loopback, with a new key.
+            on_ready: called with the base URL when the endpoint accepts requests.
+            **options: those of `EndpointOptions`, `EngineOptions` and `StoreOptions`.
+
+        Raises:
+            ConfigurationError: see `Endpoint`.
         """
         from tenant_sdk.endpoint.server import Endpoint
 
-        return Endpoint(self, adapters, **options)
+        return Endpoint(self, adapters, settings, on_ready=on_ready, **options)
 
     @names_keywords
     def fetch_hints(self, backward: bool = False) -> None:

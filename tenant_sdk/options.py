@@ -3,8 +3,8 @@ once.
 
 The dataclass is frozen, each of its fields has what `told` returns as its metadata, and the docstring describes each
 field under "Attributes". A TypedDict of the same fields gives them to type checkers, as `**options: Unpack[Keywords]`.
-Such dataclasses are `FinetuneOptions` (training/settings.py), `RequestOptions` and `StoreOptions`
-(serving/settings.py).
+Such dataclasses are `FinetuneOptions` (training/settings.py), `EngineOptions`, `RequestOptions` and `StoreOptions`
+(serving/settings.py), and `EndpointOptions` (endpoint/settings.py).
 
 Importing this module does not load torch.
 """
@@ -62,6 +62,21 @@ def from_keywords(kind: type[_Options], given: Mapping[str, Any], method: str) -
     return kind(**given)
 
 
+def split_keywords(given: Mapping[str, Any], *kinds: Any, method: str) -> list[dict[str, Any]]:
+    """Returns, for each of some dataclasses, those of some keyword arguments that are its options.
+
+    Args:
+        given: the keyword arguments.
+        kinds: the dataclasses, of which no two have an option of the same name.
+        method: the name of the method that got them, for the error.
+
+    Raises:
+        TypeError: none of them has such an option; the text names the nearest one.
+    """
+    _check_keywords(given, [name for kind in kinds for name in option_names(kind)], method)
+    return [{name: given[name] for name in option_names(kind) if name in given} for kind in kinds]
+
+
 def _check_keywords(given: Collection[str], known: Collection[str], method: str) -> None:
     for name in given:
         if name not in known:
@@ -96,26 +111,34 @@ def option_names(kind: Any) -> tuple[str, ...]:
     return tuple(each.name for each in dataclasses.fields(kind))
 
 
-def takes_options(kind: Any) -> Callable[[_Method], _Method]:
-    """Returns a decorator that gives a method whose keyword arguments are a dataclass's options their signature, and
-    their part of its docstring, so that `help` and `inspect` show what type checkers know."""
+def takes_options(*kinds: Any, without: Collection[str] = ()) -> Callable[[_Method], _Method]:
+    """Returns a decorator that gives a method whose keyword arguments are the options of one dataclass, or of several,
+    their signature and their part of its docstring, so that `help` and `inspect` show what type checkers know.
+
+    Args:
+        kinds: the dataclasses.
+        without: the options that the method does not take.
+    """
+    taken = [each for kind in kinds for each in dataclasses.fields(kind) if each.name not in without]
 
     def decorate(method: _Method) -> _Method:
         signature = inspect.signature(method)
         own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
         options = [
             inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-            for each in dataclasses.fields(kind)
+            for each in taken
         ]
         method.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        if method.__doc__ and kind.__doc__:  # neither is there with python -OO
-            described = inspect.cleandoc(kind.__doc__).split("Attributes:\n")[1]
+        if method.__doc__ and all(kind.__doc__ for kind in kinds):  # neither is there with python -OO
+            described = "\n".join(text for kind in kinds for text in _descriptions(kind, without))
 
             def indented(here: re.Match[str]) -> str:
                 return "\n".join(here[1][4:] + line if line else line for line in described.split("\n"))
 
+            *others, last = (f"`{kind.__name__}`" for kind in kinds)
+            listed = f"{', '.join(others)} and {last}" if others else last
             # The line of a docstring whose place the options' descriptions take.
-            line = rf"(?m)^( *)\*\*options: those of `{kind.__name__}`\.$"
+            line = rf"(?m)^( *)\*\*options: those of {listed}\.$"
             method.__doc__, num_found = re.subn(line, indented, method.__doc__)
             if num_found != 1:
                 raise ValueError(f"expected a line **options in the docstring of {method.__qualname__}")
@@ -124,14 +147,22 @@ def takes_options(kind: Any) -> Callable[[_Method], _Method]:
     return decorate
 
 
-def takes_flags(kind: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that gives a typer command a flag for each option of a dataclass that tells its `kind`. The
-    command gets those that are given, by their names, in a dictionary as its keyword argument `options`."""
+def _descriptions(kind: Any, without: Collection[str]) -> list[str]:
+    """Returns the description of each option from a dataclass's docstring, of one line or more."""
+    described = inspect.cleandoc(kind.__doc__).split("Attributes:\n")[1]
+    texts = [text.rstrip("\n") for text in re.split(r"(?m)^(?=    \S)", described) if text]
+    return [text for text in texts if text.split(":")[0].strip() not in without]
+
+
+def takes_flags(*kinds: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator that gives a typer command a flag for each option that tells its `kind`, of one dataclass or
+    of several. The command gets those that are given, by their names, in a dictionary as its keyword argument
+    `options`."""
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(run, eval_str=True)
         own = [each for each in signature.parameters.values() if each.name != "options"]
-        made = [each for each in dataclasses.fields(kind) if each.metadata["kind"] is not None]
+        made = [each for kind in kinds for each in dataclasses.fields(kind) if each.metadata["kind"] is not None]
 
         def command(**given: Any) -> None:
             values = {each.name: given.pop(each.name) for each in made}

@@ -306,6 +306,11 @@ class ChatRequest(_Request):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
+    def num_top_logprobs(self) -> int | None:
+        """Returns how many of the likeliest tokens the logprobs of a step have; None if no logprobs are asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
     def most_calls(self) -> int | None:
         """Returns the number of tool calls that an answer may have, or None for any number."""
         return 1 if self.parallel_tool_calls is False else None
@@ -333,6 +338,11 @@ class CompletionRequest(_Request):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Returns how many of the likeliest tokens the logprobs of a step have; None if no logprobs are asked for."""
+        return self.logprobs
 
 
 class EmbeddingRequest(ClientNotes):

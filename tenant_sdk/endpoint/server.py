@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -38,12 +38,21 @@ from tenant_sdk.endpoint.jobs import JobRoutes, Jobs, Turns
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.endpoint.privacy import Released
 from tenant_sdk.endpoint.service import Service, Threads
-from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings, bound, check_may_listen, new_key
+from tenant_sdk.endpoint.settings import (
+    OPTION_KINDS,
+    EndpointKeywords,
+    EndpointLimits,
+    EndpointSettings,
+    bound,
+    check_may_listen,
+    new_key,
+    options_given,
+)
 from tenant_sdk.endpoint.uploads import Uploads
 from tenant_sdk.explain import ONLY_IN_USE, folded, not_in_use
+from tenant_sdk.options import takes_options
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
-from tenant_sdk.serving.settings import check_store_early, split_store_options
 from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -232,16 +241,15 @@ class Endpoint:
                 print(endpoint.url, endpoint.key)
     """
 
+    @takes_options(*OPTION_KINDS)
     def __init__(
         self,
         client: ServedSession,
         adapters: str | Path | None = None,
         settings: EndpointSettings | None = None,
         *,
-        max_waiting: int = 64,
-        default_max_tokens: int | None = None,
         on_ready: Callable[[str], None] | None = None,
-        **options: Any,
+        **options: Unpack[EndpointKeywords],
     ) -> None:
         """Opens the engine and the socket. Serving begins with `run` or with the `with` statement.
 
@@ -249,22 +257,17 @@ class Endpoint:
             client: a connected client, which must stay open while the endpoint serves.
             adapters: the folder of adapters; None serves only the base model, and the adapters of a catalogue.
             settings: where to listen and what to release; by default loopback, with a new key.
-            max_waiting: the most requests that wait while the engine is full; further requests get the status 429.
-            default_max_tokens: the length limit of answers to requests that name none; None means what the checkpoint's
-                generation settings say, or all that the context and kv_bytes leave (for `fixed_length` 128).
             on_ready: called with the base URL when the endpoint accepts requests.
-            options: further options of `Engine`, such as max_running or kv_bytes; and those of `AdapterStore`, such as
-                device_slots or separate_calls (`StoreOptions`).
+            **options: those of `EndpointOptions`, `EngineOptions` and `StoreOptions`.
 
         Raises:
-            ConfigurationError: the settings do not allow this endpoint, an option of the store of adapters is
-                impossible or has no effect, or the address cannot be used.
+            ConfigurationError: the settings do not allow this endpoint, an option is impossible or has no effect, or
+                the address cannot be used.
         """
         given = settings or EndpointSettings()
         self.settings = given if given.key else replace(given, key=new_key(), is_own_key=False)
         check_may_listen(self.settings, client.is_verified)
-        store_options, engine_options = split_store_options(options)
-        check_store_early(adapters, store_options)
+        own, engine_options, store_options = options_given(adapters, options)
         released = Released(client.mask, self.settings.release_step, client.error_sigma)
         self._ended_by: VeilbaseError | None = None
         self.root = None if adapters is None else Path(adapters)
@@ -283,8 +286,8 @@ class Endpoint:
                 Engine(
                     client,
                     make_store if self.root or store_options.get("catalogue") is not None else None,
-                    max_waiting=max_waiting,
-                    default_new_tokens=default_max_tokens,
+                    max_waiting=own.max_waiting,
+                    default_new_tokens=own.default_max_tokens,
                     during_step=self._turns.step,
                     **engine_options,
                 )

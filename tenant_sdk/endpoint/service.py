@@ -2,8 +2,9 @@
 the release of numbers, threads and counters.
 
 `Answering` joins the answers of one HTTP request, which has several where n is above 1, into one stream of events for
-asyncio. `Metrics` counts what the endpoint does, for `/metrics` in Prometheus' text format. `Service` holds the objects
-that all routes use.
+asyncio. `TextRoute` is what chats and plain completions have in common, from the body of a request to the response,
+streamed or not; prompts and the form of a choice are all that chat.py and completions.py decide. `Metrics` counts what
+the endpoint does, for `/metrics` in Prometheus' text format. `Service` holds the objects that all routes use.
 
 Guarantees: if a request ends before an answer is complete, that answer is cancelled. A request ends early if its client
 left, or if one of its answers failed. Names and labels of metrics are fixed words and statuses. No model name, key or
@@ -18,13 +19,16 @@ import copy
 import logging
 import math
 import re
+import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -32,11 +36,13 @@ from prometheus_client.registry import Collector
 
 from noise.masks.off import READABLE
 from tenant_sdk.endpoint.errors import HttpError, bad_request
-from tenant_sdk.endpoint.grammar import Grammars
-from tenant_sdk.endpoint.logprobs import TokenTexts
+from tenant_sdk.endpoint.grammar import Grammar, GrammarHook, Grammars
+from tenant_sdk.endpoint.logprobs import StreamedLogprobs, TokenTexts
 from tenant_sdk.endpoint.models import ModelNames
+from tenant_sdk.endpoint.options import LogprobRecord, engine_options, field_names
 from tenant_sdk.endpoint.privacy import Released
 from tenant_sdk.endpoint.prompts import Prompts
+from tenant_sdk.endpoint.schema import ChatRequest, CompletionRequest, parsed
 from tenant_sdk.endpoint.settings import EndpointSettings
 from tenant_sdk.plain_values import WrongOption
 from tenant_sdk.serving.engine import Engine
@@ -47,9 +53,13 @@ from tenant_sdk.text.rows import CutWarning
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import AccessError, QuotaExceeded, VeilbaseError, VerificationFailed, code_of
 
+if TYPE_CHECKING:
+    from tenant_sdk.endpoint.http import Reply
+
 Submit = Callable[[Callable[[str], None]], Answer]
 """A function that asks the engine for one answer. Its argument is a function that gets each piece of text."""
 T = TypeVar("T")
+R = TypeVar("R", bound=ChatRequest | CompletionRequest)
 _log = logging.getLogger("veilbase.endpoint")
 
 
@@ -144,11 +154,6 @@ class Answering:
         return texts
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Returns the number of prompt tokens, without padding. A prompt counts once for each of its answers."""
-        return sum(answer.num_prompt_tokens for answer in self.answers)
-
-    @property
     def num_new_tokens(self) -> int:
         """Returns the number of tokens of all answers so far."""
         return sum(len(answer.token_ids) for answer in self.answers)
@@ -166,6 +171,217 @@ class Answering:
             answers = list(self.answers)
         for answer in answers:
             answer.cancel()
+
+
+class Choice(ABC):
+    """Writes one choice of a response, which is one answer of the engine, in the form of its route: either whole or,
+    where the response is streamed, piece by piece."""
+
+    def __init__(self, index: int, record: LogprobRecord | None) -> None:
+        """Begins a choice.
+
+        Args:
+            index: the number of the choice in the response.
+            record: the logprobs of its tokens; None if the request asks for none.
+        """
+        self.index, self._record = index, record
+        self.logprobs = None if record is None else StreamedLogprobs(partial(self.write_logprobs, record))
+        """Gives the logprobs of each chunk; None if the request asks for none."""
+
+    def all_logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        """Returns the field `logprobs` of a whole choice."""
+        return None if self._record is None else self.write_logprobs(self._record, answer.token_ids, 0)
+
+    @abstractmethod
+    def write_logprobs(self, record: LogprobRecord, token_ids: Sequence[int], start: int) -> dict[str, Any]:
+        """Returns the field `logprobs` for the first tokens of an answer, from the index `start` on."""
+
+    @abstractmethod
+    def whole(self, text: str, answer: Answer) -> dict[str, Any]:
+        """Returns the choice of a response that is not streamed. `answer` is complete, and `text` is its text."""
+
+    @abstractmethod
+    def delta(self, piece: str, answer: Answer) -> list[dict[str, Any]]:
+        """Returns the choices of the next chunks, one for each chunk, for a further piece of the text."""
+
+    @abstractmethod
+    def last(self, answer: Answer) -> list[dict[str, Any]]:
+        """Returns the choices of the last chunks. `answer` is complete."""
+
+
+def finish_reason(answer: Answer) -> str:
+    """Returns why the text of a complete answer ended, in OpenAI's words."""
+    return "length" if answer.finish_reason == "length" else "stop"
+
+
+@dataclass
+class Asked(Generic[R]):
+    """Holds a request for text that was checked, and what its choices share.
+
+    Attributes:
+        request: the request.
+        adapter: the adapter's name in the store; None for the base model.
+        prompts: the prompts, as `Engine.submit` takes them. Each has `request.n` choices.
+        make_choice: makes the writer of a choice, of its index and the record of its logprobs.
+        records: the record of each choice's logprobs; empty if the request asks for none.
+        make_grammar: makes the grammar that the answers must fit; None if they may be any text.
+        grammar: the grammar, once it was made.
+        grammars: the grammar's hook of each choice.
+        began: when the request was read, for the metrics.
+        created: the same in seconds since 1970, for the response.
+    """
+
+    request: R
+    adapter: str | None
+    prompts: Sequence[Any]
+    make_choice: Callable[[int, LogprobRecord | None], Choice]
+    records: list[LogprobRecord] = field(default_factory=list)
+    make_grammar: Callable[[], Grammar] | None = None
+    grammar: Grammar | None = None
+    grammars: list[GrammarHook] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def choices(self) -> list[Choice]:
+        """Returns new writers of all choices, in order."""
+        records = {index: record for index, record in enumerate(self.records)}
+        return [self.make_choice(index, records.get(index)) for index in range(self.num_choices)]
+
+    @property
+    def num_choices(self) -> int:
+        """Returns the number of choices, which is the number of answers that the engine is asked for."""
+        return len(self.prompts) * self.request.n
+
+    def close(self) -> None:
+        """Ends what the request holds beside its answers."""
+        if self.grammar is not None:
+            self.grammar.close()
+
+
+class TextRoute(ABC, Generic[R]):
+    """Handles the requests of one route that answers with text: chats, or plain completions."""
+
+    request_kind: type[R]
+    """What a body is read as."""
+    id_prefix: ClassVar[str]
+    """What ids of responses begin with."""
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    """The `object` of a response that is not streamed, and of a chunk of one that is."""
+    whole_only: ClassVar[Mapping[str, Any]] = {}
+    """Further fields of a response that is not streamed."""
+
+    def __init__(self, service: Service) -> None:
+        """Keeps the parts of the endpoint that the routes share."""
+        self.service = service
+
+    @abstractmethod
+    def read(self, request: R, adapter: str | None) -> Asked[R]:
+        """Checks what is this route's own in a request, and makes the prompts. It is called in a thread.
+
+        Args:
+            request: the request, whose types and limits are right.
+            adapter: the adapter that it names.
+
+        Raises:
+            HttpError: the request is refused.
+        """
+
+    async def __call__(self, body: bytes) -> Reply:
+        """Handles one request. Returns the response: one object, or a stream of chunks.
+
+        Raises:
+            HttpError: the request is refused.
+            VeilbaseError: the engine refuses it, or fails.
+        """
+        loop = asyncio.get_running_loop()
+        asked = await loop.run_in_executor(None, self.prepare, body)
+        if asked.make_grammar is not None:  # If the client goes away meanwhile, nobody holds the grammar: it ends.
+            asked.grammar = await loop.run_in_executor(self.service.grammar_threads, asked.make_grammar)
+        return self._chunks(asked) if asked.request.stream else await self._whole(asked)
+
+    def prepare(self, body: bytes) -> Asked[R]:
+        """Reads and checks a request. Raises: see `read`."""
+        request = parsed(self.request_kind, body)
+        adapter = self.service.names.adapter_of(request.model)
+        num_top = request.num_top_logprobs
+        if num_top is not None:
+            self.service.released.check("logprobs")
+        asked = self.read(request, adapter)
+        if num_top is not None:
+            rounded = self.service.released.rounded_logprobs
+            asked.records = [LogprobRecord(num_top, rounded) for _ in range(asked.num_choices)]
+        return asked
+
+    async def _whole(self, asked: Asked[R]) -> dict[str, Any]:
+        """Returns the response to a request that is not streamed."""
+        with contextlib.closing(asked):
+            async with Answering() as answering:
+                await answering.submit(self._submits(asked))
+                texts = await answering.texts()
+                written = zip(asked.choices(), texts, answering.answers, strict=True)
+                choices = await in_thread(lambda: [choice.whole(text, answer) for choice, text, answer in written])
+                usage = self._usage(asked, answering)
+        return {**self._object(asked, self._new_id(), self.whole_object, choices), "usage": usage, **self.whole_only}
+
+    async def _chunks(self, asked: Asked[R]) -> AsyncIterator[dict[str, Any]]:
+        """Yields the chunks of a streamed response."""
+        made = partial(self._object, asked, self._new_id(), self.chunk_object)
+        no_usage: dict[str, Any] = {"usage": None} if asked.request.includes_usage else {}
+        with contextlib.closing(asked):
+            async with Answering() as answering:
+                await answering.submit(self._submits(asked))
+                choices = asked.choices()
+                async for event in answering.events():
+                    for choice in await self._written(asked, choices[event.index], event, answering):
+                        yield {**made([choice]), **no_usage}
+                usage = self._usage(asked, answering)
+            if asked.request.includes_usage:
+                yield {**made([]), "usage": usage}
+
+    async def _written(
+        self, asked: Asked[R], choice: Choice, event: TextDelta | End, answering: Answering
+    ) -> list[dict[str, Any]]:  # fmt: skip
+        """Returns the choices of the chunks for one event. What may take long is written in a thread: logprobs, and
+        the end of an answer, which may be a long tool call."""
+        if isinstance(event, End):
+            return await in_thread(partial(choice.last, event.answer))
+        write = partial(choice.delta, event.text, answering.answers[event.index])
+        return await in_thread(write) if asked.records else write()
+
+    def _submits(self, asked: Asked[R]) -> list[Submit]:
+        submits: list[Submit] = []
+        fields = field_names(asked.request)
+        for prompt in asked.prompts:
+            for number in range(asked.request.n):
+                index = len(submits)
+                hooks = asked.records[index : index + 1]
+                options = engine_options(asked.request, number, hooks, self.service.vocab_size)
+                if asked.grammar is not None:  # last, so that a bias cannot allow what the grammar forbids
+                    asked.grammars.append(asked.grammar.hook(raises=not asked.request.fixed_length))
+                    options["logits_processor"].append(asked.grammars[-1])
+                submits.append(partial(self.service.submit, prompt, asked.adapter, options, fields))
+        return submits
+
+    def _usage(self, asked: Asked[R], answering: Answering) -> dict[str, int]:
+        """Counts the tokens of complete answers. A prompt counts once, whatever the number of its choices.
+
+        Raises:
+            VeilbaseError: the grammar of an answer failed in the middle of it.
+        """
+        for grammar in asked.grammars:
+            grammar.check()
+        num_prompt = sum(answer.num_prompt_tokens for answer in answering.answers[:: asked.request.n])
+        num_new = answering.num_new_tokens
+        self.service.metrics.count_answer(num_prompt, num_new, time.monotonic() - asked.began)
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+    def _new_id(self) -> str:
+        return f"{self.id_prefix}-{secrets.token_hex(12)}"
+
+    def _object(self, asked: Asked[R], id_: str, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns a response, or a chunk of one, without the token counts (`usage`)."""
+        return {"id": id_, "object": name, "created": asked.created, "model": asked.request.model, "choices": choices}
 
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"

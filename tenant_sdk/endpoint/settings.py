@@ -1,4 +1,8 @@
-"""This module holds the endpoint's settings, and decides who may listen to it.
+"""This module holds the endpoint's settings and options, and decides who may listen to it.
+
+`EndpointOptions` are the two options of an engine that an endpoint sets otherwise than an `Engine` of one's own. With
+`EngineOptions` and `StoreOptions` (serving/settings.py) they are the keyword arguments of `Endpoint` and
+`TenantClient.serve`, and flags of `tenant serve`.
 
 Guarantees: beyond loopback an endpoint starts only with TLS, a key that the operator chose, and a verified provider. On
 loopback it starts without verification only if the settings say so (`unverified`).
@@ -10,11 +14,20 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from tenant_sdk.options import split_keywords, told
+from tenant_sdk.plain_values import positive
+from tenant_sdk.serving.settings import (
+    EngineKeywords,
+    EngineOptions,
+    StoreKeywords,
+    StoreOptions,
+    check_store_early,
+)
 from wire.errors import ConfigurationError
 from wire.transport.address import is_loopback
 
@@ -103,6 +116,75 @@ class EndpointSettings:
     def scheme(self) -> str:
         """Returns the scheme of the endpoint's URL, http or https."""
         return "http" if self.tls_cert is None else "https"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointOptions:
+    """Holds the options of an endpoint that its engine knows under other names or with other defaults.
+
+    Attributes:
+        max_waiting: the most requests that wait while the engine is full; further requests get the status 429.
+        default_max_tokens: the length limit of answers to requests that name none; None means what the checkpoint's
+            generation settings say, or all that the context and kv_bytes leave (for `fixed_length` 128).
+    """
+
+    max_waiting: int = field(
+        default=64, metadata=told("requests that wait; further ones get the status 429", "Limits", kind=int)
+    )
+    default_max_tokens: int | None = field(
+        default=None,
+        metadata=told(
+            "length limit of answers to requests without max_tokens",
+            "Limits",
+            shown="the checkpoint's own, or what the context leaves",
+            unit="TOKENS",
+            kind=int,
+        ),
+    )
+
+    def check(self) -> None:
+        """Raises ConfigurationError for an impossible value."""
+        positive("max_waiting", self.max_waiting)
+        if self.default_max_tokens is not None:
+            positive("default_max_tokens", self.default_max_tokens)
+
+
+class EndpointKeywords(EngineKeywords, StoreKeywords, total=False):
+    """Gives the options of an endpoint to type checkers, as keyword arguments."""
+
+    max_waiting: int
+    default_max_tokens: int | None
+
+
+OPTION_KINDS = (EndpointOptions, EngineOptions, StoreOptions)
+"""The dataclasses of the options of an endpoint."""
+
+
+class GivenOptions(NamedTuple):
+    """Holds an endpoint's own options, and those of its engine and of its store of adapters that were given."""
+
+    own: EndpointOptions
+    engine: dict[str, Any]
+    store: dict[str, Any]
+
+
+def options_given(adapters: object, given: Mapping[str, Any]) -> GivenOptions:
+    """Splits the options of an endpoint, and checks them before anything is loaded.
+
+    Args:
+        adapters: the folder of adapters; None if there is none.
+        given: the options, by name.
+
+    Raises:
+        ConfigurationError: a value is impossible, or has no effect since there are no adapters.
+        TypeError: there is no such option; the text names the nearest one.
+    """
+    of_endpoint, engine, store = split_keywords(given, *OPTION_KINDS, method="Endpoint")
+    own = EndpointOptions(**of_endpoint)
+    own.check()
+    EngineOptions(**engine).check()
+    check_store_early(adapters, store)
+    return GivenOptions(own, engine, store)
 
 
 def check_may_listen(settings: EndpointSettings, is_verified: bool) -> None:

@@ -58,8 +58,8 @@ from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Answer, Ending, Prompt, Request
 from tenant_sdk.serving.sampling import Sampler, Sampling, check_defaults
 from tenant_sdk.serving.scheduler import Budget, Scheduler
-from tenant_sdk.serving.settings import RequestKeywords, RequestOptions
-from tenant_sdk.serving.speculation.settings import Speculation, make_drafter, num_drafted_of
+from tenant_sdk.serving.settings import EngineKeywords, EngineOptions, RequestKeywords, RequestOptions
+from tenant_sdk.serving.speculation.settings import make_drafter, num_drafted_of
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.ready import ReadyText, ReadyTokens
 from tenant_sdk.text.rows import pad_token
@@ -211,24 +211,17 @@ class Engine:
                 print(answer.result())
     """
 
+    @takes_options(EngineOptions)
     def __init__(
         self,
         client: TextSession,
         make_slots: MakeStore | str | Path | None = None,
         *,
-        kv_dtype: str = "fp32",
-        kv_bytes: int = 1 << 30,
-        max_running: int = 16,
-        step_tokens: int = 256,
         max_waiting: int = 10_000,
-        overtaking_s: float = 2.0,
-        speculation: Speculation | None = None,
-        prefix_bytes: int = 0,
-        max_context: int | None = None,
         default_new_tokens: int | None = DEFAULT_NEW_TOKENS,
-        kv_device: str | None = None,
         during_step: DuringStep = contextlib.nullcontext,
         clock: Callable[[], float] = time.monotonic,
+        **options: Unpack[EngineKeywords],
     ) -> None:
         """Loads a model and begins to serve.
 
@@ -236,54 +229,42 @@ class Engine:
             client: a connected `TenantClient`, which must stay open while the engine works.
             make_slots: the folder of the adapters, one subfolder each, or a function that makes a store over the model
                 and calls its second argument whenever an adapter is ready; None serves only the base model.
-            kv_dtype: the type in which keys and values are kept: fp32, bf16 or fp8.
-            kv_bytes: the most bytes of keys and values of all running requests; requests that do not fit wait. Those of
-                a request grow with its answer. If they no longer fit, the request that began last waits and is computed
-                again later.
-            max_running: the most requests that are answered at a time.
-            step_tokens: the most rows of a step. Long prompts are computed in pieces, so that answers do not wait for
-                them.
             max_waiting: the most requests that wait.
-            overtaking_s: the seconds for which small requests may overtake a request that needs more KV than is free.
-            speculation: whether and how tokens are drafted at the tenant, so that a step may give several tokens of an
-                answer; None drafts nothing.
-            prefix_bytes: the most bytes of keys and values of prompts that are kept after their requests, beside
-                kv_bytes, for later prompts of the same caller and adapter that begin in the same way. The provider sees
-                a hit as a shorter prompt. 0 keeps none.
-            max_context: the most tokens of a request, prompt and answer together; None means the model's context.
             default_new_tokens: the length limit of an answer for which `submit` gets none, lowered to what the context
                 leaves. None means what the checkpoint's generation settings say, or all that the context and kv_bytes
                 leave; with fixed_length, 128.
-            kv_device: "cpu" keeps keys and values in host memory if the model is on a device, and computes the
-                attention of answers there; None keeps them on the model's device.
             during_step: returns a context in which the engine's thread computes each step, so that other work can wait
                 for it.
             clock: returns the present time in seconds; tests inject their own clock.
+            **options: those of `EngineOptions`.
 
         Raises:
             ConfigurationError: the model cannot be served in this way, or a setting is impossible.
             VeilbaseError: the provider did not deliver the model or the mask's hints.
         """
         self._client = client
+        own = from_keywords(EngineOptions, options, "Engine")
+        own.check()
         positive("max_waiting", max_waiting)
-        self._speculation = speculation
-        self._context = ContextLimit(max_context, client.context_length, client.bucket)
+        self._speculation = own.speculation
+        self._context = ContextLimit(own.max_context, client.context_length, client.bucket)
         if default_new_tokens is not None:
             positive("default_new_tokens", default_new_tokens)
         self._default_new_tokens = default_new_tokens
-        budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s, num_drafted_of(speculation))
+        num_drafted = num_drafted_of(own.speculation)
+        budget = Budget(own.step_tokens, own.max_running, own.kv_bytes, own.overtaking_s, num_drafted)
         self._model = client.load_model()
         check_defaults(self._model.generation_config)
         ragged = RaggedModel(self._model)
-        self._layout = kv_layout(self._model, kv_dtype, step_tokens)
-        drafter = make_drafter(speculation, client.tokenizer, self._model, kv_dtype, step_tokens)
+        self._layout = kv_layout(self._model, own.kv_dtype, own.step_tokens)
+        drafter = make_drafter(own.speculation, client.tokenizer, self._model, own.kv_dtype, own.step_tokens)
         if drafter is not None:
             self._layout = replace(self._layout, beside=drafter.layout)
-        self._check_holds_a_request(kv_bytes)
+        self._check_holds_a_request(own.kv_bytes)
         possible = range(1, self._context.num_tokens + 1)
-        self._most_kv_tokens = bisect_right(possible, kv_bytes, key=self._layout.bytes_for)
-        self._prefixes = self._prefix_cache(prefix_bytes)
-        place = kv_place(kv_device, self._model.device)
+        self._most_kv_tokens = bisect_right(possible, own.kv_bytes, key=self._layout.bytes_for)
+        self._prefixes = self._prefix_cache(own.prefix_bytes)
+        place = kv_place(own.kv_device, self._model.device)
         self.scheduler = Scheduler(budget)
         self._tokenizer = client.tokenizer
         self._own_tokenizer = copy.deepcopy(client.tokenizer)  # Other threads encode while the engine's thread decodes.

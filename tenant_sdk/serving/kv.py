@@ -31,6 +31,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from tenant_sdk.serving import settings
 from wire.errors import ConfigurationError
 
 DEVICE_ROWS = 32
@@ -67,9 +68,7 @@ def attention_device(num_rows: int, rows_device: torch.device, kv_device: torch.
     return rows_device if num_rows >= DEVICE_ROWS else kv_device
 
 
-KV_DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn,
-}  # fmt: skip
+KV_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in settings.KV_DTYPES.items()}
 """Maps the names of the types in which keys and values may be kept to torch's types."""
 _LARGEST_FP8 = 448.0
 """The largest number of float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max."""

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from runtime.command_line import instead
-from tenant_sdk.options import from_keywords, option_names
+from tenant_sdk.options import from_keywords, option_names, split_keywords
 from tenant_sdk.plain_values import adapter_folder
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine, MakeStore
 from tenant_sdk.serving.requests import Answer
-from tenant_sdk.serving.settings import RequestOptions, StoreOptions
+from tenant_sdk.serving.settings import NOT_OF_MANY, EngineOptions, RequestOptions, StoreOptions
 from tenant_sdk.session_protocol import TextSession
 from wire.errors import (
     AccessError,
@@ -37,15 +37,9 @@ from wire.errors import (
     VeilbaseError,
 )
 
-_OF_A_REQUEST = option_names(RequestOptions)
-"""The names of the options that are passed to `Engine.submit` for each prompt."""
 Adapters = str | Path | Sequence[str | Path | None] | None
 """An adapter folder for all prompts, or one for each prompt; None means the base model."""
-_OF_THE_ENGINE = (
-    "kv_dtype", "kv_bytes", "max_running", "step_tokens", "speculation", "prefix_bytes", "max_context", "kv_device",
-)  # fmt: skip
-"""The options that go to the engine."""
-OF_THE_STORE = ("device_slots", "host_bytes", "bases", "separate_calls")
+OF_THE_STORE = tuple(name for name in option_names(StoreOptions) if name not in NOT_OF_MANY)
 """The options that go to the store of adapters."""
 _OF_ALL_PROMPTS = (AccessError, TransportError, ProtocolError, MaskError, StorageError)
 """The errors that do not concern one prompt alone. The prompts that are left would fail as well, each perhaps after a
@@ -93,9 +87,9 @@ def generate_many(
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
     check_options(options)
-    store = {name: options.pop(name) for name in OF_THE_STORE if name in options}
+    kinds = RequestOptions, EngineOptions, StoreOptions
+    of_each, own, store = split_keywords(options, *kinds, method="generate_many")
     names, make_store = _named(_one_each(adapters, len(prompts)), store)
-    own = {name: options.pop(name) for name in _OF_THE_ENGINE if name in options}
     if not prompts:
         return []
     start = _Start()
@@ -106,7 +100,7 @@ def generate_many(
     ):
         done = _Counter(len(prompts), report)
         answers = [
-            _accepted(index, engine, prompt, name, max_new_tokens, options)
+            _accepted(index, engine, prompt, name, max_new_tokens, of_each)
             for index, (prompt, name) in enumerate(zip(prompts, names, strict=True))
         ]
         for answer in answers:
@@ -216,7 +210,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: there is such an option.
     """
-    known = ("adapters", "max_new_tokens", *_OF_A_REQUEST, *_OF_THE_ENGINE, *OF_THE_STORE)
+    known = ("adapters", "max_new_tokens", *option_names(RequestOptions), *option_names(EngineOptions), *OF_THE_STORE)
     for name in options:
         if name not in known:
             advice = instead(name, known, "its docstring")

@@ -131,10 +131,10 @@ class Budget:
         num_drafted: the rows for drafted tokens that each answer has in every step.
     """
 
-    step_tokens: int = 256
-    max_running: int = 16
-    kv_bytes: int = 1 << 30
-    overtaking_s: float = 2.0
+    step_tokens: int
+    max_running: int
+    kv_bytes: int
+    overtaking_s: float
     num_drafted: int = 0
 
     def __post_init__(self) -> None:

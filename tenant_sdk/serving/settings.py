@@ -1,9 +1,12 @@
-"""This module defines the options of a request to an engine and of a store of adapters, each of them once.
+"""This module defines the options of an engine, of a request to it and of a store of adapters, each of them once.
 
-From `RequestOptions` come the keyword arguments of `Engine.submit`, which `TenantClient.generate_many` takes too. From
-`StoreOptions` come the keyword arguments of `AdapterStore`, which `Endpoint` and `TenantClient.serve` take too, and the
-flags of `tenant serve` and `tenant chat`. The tables in docs/serving.md are made from both. Importing this module does
-not load torch.
+| options | keyword arguments of | flags of |
+|---|---|---|
+| `EngineOptions` | `Engine`, `TenantClient.generate_many`, `Endpoint`, `TenantClient.serve` | `tenant serve` |
+| `RequestOptions` | `Engine.submit`, `TenantClient.generate_many` | |
+| `StoreOptions` | `AdapterStore`, `Endpoint`, `TenantClient.serve`; in part `generate_many` | `tenant serve`, `chat` |
+
+The tables in docs/serving.md are made from all three. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from tenant_sdk.options import from_keywords, option_names, told
+from tenant_sdk.options import from_keywords, told
 from tenant_sdk.plain_values import WrongOption, positive, true_or_false
+from tenant_sdk.serving.scheduler import Budget
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,11 +26,113 @@ if TYPE_CHECKING:
 
     from tenant_sdk.serving.adapters.catalogue import Catalogue
     from tenant_sdk.serving.sampling import LogitsHook
+    from tenant_sdk.serving.speculation.settings import Speculation
 
 MOST_PLACES = 64
 """The most places on the device for adapters of one rank. A place without rows costs 3 µs in each layer's
 `grouped_mm`."""
+KV_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+"""The types in which keys and values may be kept, and the names that torch has for them."""
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Holds the options of an engine that are the same wherever it is opened.
+
+    Attributes:
+        max_running: the most requests that are answered at a time.
+        kv_bytes: the most bytes of keys and values of all running requests; requests that do not fit wait. Those of a
+            request grow with its answer. If they no longer fit, the request that began last waits and is computed again
+            later.
+        kv_dtype: the type in which keys and values are kept: fp32, bf16 or fp8.
+        kv_device: where keys and values are kept. "cpu" keeps them in host memory if the model is on a device, and
+            computes the attention of answers there; None keeps them on the model's device.
+        max_context: the most tokens of a request, prompt and answer together; None means the model's context.
+        step_tokens: the most rows of a step. Long prompts are computed in pieces, so that answers do not wait for them.
+        overtaking_s: the seconds for which small requests may overtake a request that needs more KV than is free.
+        speculation: whether and how tokens are drafted at the tenant, so that a step may give several tokens of an
+            answer; None drafts nothing.
+        prefix_bytes: the most bytes of keys and values of prompts that are kept after their requests, beside kv_bytes,
+            for later prompts of the same caller and adapter that begin in the same way. The provider sees a hit as a
+            shorter prompt. 0 keeps none.
+    """
+
+    max_running: int = field(default=16, metadata=told("answers at a time", "Limits", kind=int))
+    kv_bytes: int = field(
+        default=1 << 30,
+        metadata=told(
+            "bytes of keys and values of all running requests", "Limits", shown="1 GiB", unit="BYTES", kind=int
+        ),
+    )
+    kv_dtype: str = field(
+        default="fp32",
+        metadata=told(
+            "type in which keys and values are kept: fp32, bf16 or fp8", "Limits", page="long-context.md", kind=str
+        ),
+    )
+    kv_device: str | None = field(
+        default=None,
+        metadata=told(
+            "cpu keeps keys and values in host memory where the model is on a device",
+            "Limits",
+            shown="the model's",
+            page="long-context.md",
+            kind=str,
+        ),
+    )
+    max_context: int | None = field(
+        default=None,
+        metadata=told(
+            "tokens of a request, prompt and answer together",
+            "Limits",
+            shown="the model's",
+            unit="TOKENS",
+            page="long-context.md",
+            kind=int,
+        ),
+    )
+    step_tokens: int = field(
+        default=256, metadata=told("rows of a step; long prompts are computed in pieces", "Limits", kind=int)
+    )
+    overtaking_s: float = field(
+        default=2.0,
+        metadata=told("seconds for which small requests may overtake one that needs more memory than is free"),
+    )
+    speculation: Speculation | None = field(
+        default=None, metadata=told("how tokens are drafted, so that a step may give several", shown="none")
+    )
+    prefix_bytes: int = field(
+        default=0, metadata=told("bytes of kept prompts beside `kv_bytes`; the provider sees hits", shown="none")
+    )
+
+    def check(self) -> None:
+        """Raises ConfigurationError for a value that no model is needed to refuse."""
+        Budget(self.step_tokens, self.max_running, self.kv_bytes, self.overtaking_s)  # which checks them
+        if self.kv_dtype not in KV_DTYPES:
+            raise WrongOption(f"kv_dtype is one of {', '.join(KV_DTYPES)}, got {ascii(self.kv_dtype)[:40]}", "kv_dtype")
+        if self.kv_device not in (None, "cpu"):
+            raise WrongOption(
+                f'kv_device is None, the model\'s device, or "cpu", got {ascii(self.kv_device)[:40]}', "kv_device"
+            )
+        if self.max_context is not None:
+            positive("max_context", self.max_context)
+        if self.prefix_bytes != 0:
+            positive("prefix_bytes", self.prefix_bytes)
+
+
+class EngineKeywords(TypedDict, total=False):
+    """Gives the fields of `EngineOptions` to type checkers, as keyword arguments."""
+
+    max_running: int
+    kv_bytes: int
+    kv_dtype: str
+    kv_device: str | None
+    max_context: int | None
+    step_tokens: int
+    overtaking_s: float
+    speculation: Speculation | None
+    prefix_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +364,20 @@ class StoreKeywords(TypedDict, total=False):
     separate_calls: bool
 
 
+NOT_OF_MANY = ("catalogue", "dtype", "preload", "cache")
+"""The options of a store that `TenantClient.generate_many` does not take. It reads the folders that it is given, and
+keeps the files' numbers unrounded."""
+
+
+class ManyKeywords(RequestKeywords, EngineKeywords, total=False):
+    """Gives the options of `TenantClient.generate_many` to type checkers, as keyword arguments."""
+
+    device_slots: int
+    host_bytes: int
+    bases: Sequence[str]
+    separate_calls: bool
+
+
 def check_store_early(folder: object, given: Mapping[str, Any]) -> None:
     """Checks the options of a store of adapters before anything is loaded.
 
@@ -275,10 +395,3 @@ def check_store_early(folder: object, given: Mapping[str, Any]) -> None:
         raise WrongOption(f"{changed[0]} has no effect without adapters: name their folder or a catalogue", changed[0])
     if isinstance(options.catalogue, str | Path) and not Path(options.catalogue).is_file():
         raise WrongOption(f"the catalogue of adapters, {options.catalogue}, is not a file", "catalogue")
-
-
-def split_store_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns those of some keyword arguments that are options of a store of adapters, and the others."""
-    own = option_names(StoreOptions)
-    store = {name: value for name, value in options.items() if name in own}
-    return store, {name: value for name, value in options.items() if name not in own}

@@ -20,8 +20,9 @@ from noise.params import PARAMETERS
 from provider.cli import app as provider_app
 from provider.config import ProviderSettings, load_settings
 from provider.schedule.quota import TenantLimits
-from tenant_sdk import RequestOptions, StoreOptions, options
+from tenant_sdk import EngineOptions, RequestOptions, StoreOptions, options
 from tenant_sdk.cli import app as tenant_app
+from tenant_sdk.endpoint.settings import EndpointOptions
 from tenant_sdk.training.recipe import RunRecipe, flag_of, options_table
 from tests.support.repository import ROOT
 from wire import frame
@@ -193,8 +194,10 @@ def test_finetune_md_lists_every_option() -> None:
 
 def test_serving_md_lists_every_option() -> None:
     text = (ROOT / "docs/serving.md").read_text()
+    assert options.options_table(EngineOptions) in text
     assert options.options_table(RequestOptions, flags=False) in text
     assert options.options_table(StoreOptions) in text
+    assert options.options_table(EndpointOptions) in (ROOT / "docs/endpoint.md").read_text()
 
 
 def test_finetune_md_shows_the_recipe_as_it_is() -> None:

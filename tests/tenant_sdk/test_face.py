@@ -28,7 +28,7 @@ PACKAGES = ("runtime", "wire", "noise", "tenant_sdk", "provider", "attacks")
 NO_ERRORS = {
     *("TenantClient", "Engine", "Speculation", "FinetuneResult", "tune", "check_run", "chunk_loss", "for_remote_base"),
     *("AdapterStore", "EndpointLimits", "EndpointSettings", "adapted_model", "load_rows", "mean_loss", "tokenize"),
-    *("printable", "FinetuneOptions", "RequestOptions", "StoreOptions", "Trust"),
+    *("printable", "FinetuneOptions", "EngineOptions", "RequestOptions", "StoreOptions", "Trust"),
 }
 NAMES = {
     *NO_ERRORS,
@@ -194,7 +194,7 @@ def test_a_client_is_quiet_where_it_does_not_matter(url: str, untuned: None, mon
     "method",
     [
         tenant_sdk.TenantClient.finetune, tenant_sdk.TenantClient.generate, tenant_sdk.TenantClient.generate_many,
-        tenant_sdk.Engine.submit,
+        tenant_sdk.TenantClient.serve, tenant_sdk.Engine.submit,
     ],
 )  # fmt: skip
 def test_options_are_named_typed_and_described(method: Any) -> None:
@@ -204,7 +204,7 @@ def test_options_are_named_typed_and_described(method: Any) -> None:
         assert one.annotation is not inspect.Parameter.empty
         assert re.search(rf"^    {one.name}: \w", text, re.MULTILINE), one.name
     is_open = [one.name for one in parameters if one.kind is inspect.Parameter.VAR_KEYWORD]
-    assert is_open == (["options"] if "generate" in method.__qualname__ else [])
+    assert is_open == (["options"] if method.__name__ == "generate" else [])
 
 
 def test_options_of_finetune_are_those_of_the_dataclass() -> None:

@@ -22,7 +22,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tenant_sdk import TenantClient
-from tenant_sdk.endpoint.chat import active_tools, forced_tools
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.grammar import Grammar, GrammarHook, Grammars
 from tenant_sdk.endpoint.grammar_process import WorkerLimits
@@ -30,6 +29,7 @@ from tenant_sdk.endpoint.schema import ChatRequest
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.endpoint.service import Threads
 from tenant_sdk.endpoint.settings import EndpointLimits
+from tenant_sdk.endpoint.tools import active_tools, forced_tools
 from tenant_sdk.testing import character_tokenizer
 from tests.support.endpoints import WHO, chat, endpoint_of, raw
 from tests.support.engines import Gate

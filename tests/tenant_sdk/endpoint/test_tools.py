@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tenant_sdk import TenantClient
-from tenant_sdk.endpoint.chat import Call, HeldText, read_calls
 from tenant_sdk.endpoint.logprobs import StreamedLogprobs
 from tenant_sdk.endpoint.prompts import Prompts
 from tenant_sdk.endpoint.schema import ChatRequest, Message, Tool
+from tenant_sdk.endpoint.tools import Call, HeldText, read_calls
 from tenant_sdk.serving.requests import Answer
 from tenant_sdk.testing import CHAT_TEMPLATE, character_tokenizer
 from tenant_sdk.text.ready import ReadyText
