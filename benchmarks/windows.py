@@ -61,6 +61,7 @@ def take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: A
     """
     import torch
 
+    from tenant_sdk.model.run_state import run_states
     from tenant_sdk.training.activation_checkpointing import KeptReplies
     from tenant_sdk.training.windows import Windows
 
@@ -69,7 +70,7 @@ def take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: A
     if window_tokens is not None:
         windows = Windows(model, window_tokens)
         if replies is not None:
-            windows.contexts = KeptReplies(replies).contexts
+            windows.contexts = KeptReplies(replies, run_states(model)).contexts
         return float(windows.backward(inputs))
     loss = model(**inputs).loss
     loss.backward()
