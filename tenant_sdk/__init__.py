@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from noise.masks.gaussian_pool import NotPrivateWarning
     from tenant_sdk.client import TenantClient
     from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
-    from tenant_sdk.generate import TemplateRefuses
     from tenant_sdk.model.dora import for_remote_base
     from tenant_sdk.model.remote_linear import RemoteWeightError
     from tenant_sdk.model.run_state import NotFiniteWarning, check_run
@@ -167,7 +166,7 @@ _MODULE_OF = {
     "SlotsExhausted": "noise.blocks.slots",
     "Speculation": "tenant_sdk.serving.speculation.settings",
     "TemplateDoesNotFit": "tenant_sdk.text.template",
-    "TemplateRefuses": "tenant_sdk.generate",
+    "TemplateRefuses": "tenant_sdk.text.template",
     "TenantClient": "tenant_sdk.client",
     "TokenizerFailed": "tenant_sdk.text.source",
     "Trust": "tenant_sdk.plan",

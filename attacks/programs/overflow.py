@@ -271,7 +271,7 @@ class Site:
         client.finetune(
             [{"prompt": question, "completion": answer} for question, answer in data],
             LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", **settings),
-            output, max_steps=num_steps, batch_size=2, warmup_steps=0, save_steps=num_steps + 1, progress=False, resume=False,
+            output, max_steps=num_steps, batch_size=2, warmup_steps=0, save_steps=1, progress=False, resume=False,
             overwrite=True,
         )  # fmt: skip
 
