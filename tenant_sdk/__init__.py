@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from tenant_sdk.session import AcceptedChangeWarning, NotVerifiedWarning
     from tenant_sdk.text.rows import CutWarning
     from tenant_sdk.text.source import TokenizerFailed
-    from tenant_sdk.text.template import TemplateDoesNotFit
+    from tenant_sdk.text.template import TemplateDoesNotFit, TemplateRefuses
     from tenant_sdk.training.dataset import UnusableRowWarning, load_rows
     from tenant_sdk.training.loss import chunk_loss
     from tenant_sdk.training.token_rows import tokenize
