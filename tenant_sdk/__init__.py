@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from noise.masks.gaussian_pool import NotPrivateWarning
     from tenant_sdk.client import TenantClient
     from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
-    from tenant_sdk.generate import TemplateRefuses
     from tenant_sdk.model.dora import for_remote_base
     from tenant_sdk.model.remote_linear import RemoteWeightError
     from tenant_sdk.model.run_state import NotFiniteWarning, check_run
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
     from tenant_sdk.session import AcceptedChangeWarning, NotVerifiedWarning
     from tenant_sdk.text.rows import CutWarning
     from tenant_sdk.text.source import TokenizerFailed
-    from tenant_sdk.text.template import TemplateDoesNotFit
+    from tenant_sdk.text.template import TemplateDoesNotFit, TemplateRefuses
     from tenant_sdk.training.dataset import UnusableRowWarning, load_rows
     from tenant_sdk.training.loss import chunk_loss
     from tenant_sdk.training.token_rows import tokenize
@@ -168,7 +167,7 @@ _MODULE_OF = {
     "SlotsExhausted": "noise.blocks.slots",
     "Speculation": "tenant_sdk.serving.speculation.settings",
     "TemplateDoesNotFit": "tenant_sdk.text.template",
-    "TemplateRefuses": "tenant_sdk.generate",
+    "TemplateRefuses": "tenant_sdk.text.template",
     "TenantClient": "tenant_sdk.client",
     "TokenizerFailed": "tenant_sdk.text.source",
     "Trust": "tenant_sdk.plan",

@@ -30,7 +30,7 @@ from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.ready import ReadyText, ReadyTokens, ready_ids
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
 from tenant_sdk.text.source import SafeDecoding, TokenizerFailed, surviving
-from tenant_sdk.text.template import TemplateDoesNotFit
+from tenant_sdk.text.template import TemplateDoesNotFit, TemplateRefuses
 from tenant_sdk.training.token_rows import RENDER_ERRORS
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
@@ -207,10 +207,6 @@ def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
     except (TokenizerFailed, TemplateRefuses, TemplateDoesNotFit) as exc:
         warn_and_go_on(f"the prompt could not be used, and an empty one is sent: {exc}", CutWarning)
         return []
-
-
-class TemplateRefuses(ConfigurationError):
-    """Says that the chat template raised an error for a prompt."""
 
 
 def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from noise.disk.private_files import FILE_MODE
-from tenant_sdk.generate import TemplateRefuses
+from tenant_sdk.text.template import TemplateRefuses
 from wire.errors import (
     AccessError,
     ConfigurationError,

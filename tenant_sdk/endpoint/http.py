@@ -21,14 +21,16 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Scope, Send
 
 from tenant_sdk.endpoint.errors import HttpError, bad_request, of_failure, to_bytes
-from tenant_sdk.endpoint.service import Metrics
 from tenant_sdk.endpoint.settings import EndpointLimits
 from wire.errors import VeilbaseError
+
+if TYPE_CHECKING:
+    from tenant_sdk.endpoint.service import Metrics
 
 Events = AsyncIterator[dict[str, Any]]
 Reply = dict[str, Any] | Events

@@ -15,9 +15,9 @@ from typing import Any
 
 from tenant_sdk.endpoint.errors import bad_request
 from tenant_sdk.endpoint.schema import Message, Tool
-from tenant_sdk.generate import TemplateRefuses
 from tenant_sdk.text.ready import ReadyText
 from tenant_sdk.text.source import surviving
+from tenant_sdk.text.template import TemplateRefuses
 from tenant_sdk.training.token_rows import RENDER_ERRORS
 
 ChatPrompt = ReadyText | list[dict[str, str]]

@@ -49,6 +49,10 @@ class TemplateDoesNotFit(ConfigurationError):
         )
 
 
+class TemplateRefuses(ConfigurationError):
+    """Says that the chat template raised an error for a prompt."""
+
+
 def split(render: Callable[[list[dict[str, str]]], str], roles: Sequence[str]) -> Rendered:
     """Renders placeholders for a sequence of roles, and finds the position of each message's content.
 

@@ -109,6 +109,8 @@ import tenant_sdk
 tenant_sdk.tune, tenant_sdk.Unavailable, tenant_sdk.FinetuneResult, tenant_sdk.printable
 assert dict(os.environ) == before
 assert not {'torch', 'transformers', 'peft', 'grpc', 'numpy'} & set(sys.modules)
+import tenant_sdk.endpoint.schema, tenant_sdk.endpoint.uploads  # which read requests, and need no model
+assert not {'torch', 'transformers', 'peft', 'grpc', 'numpy'} & set(sys.modules)
 """
     done = run(code)
     assert (done.returncode, done.stderr) == (0, "")

@@ -4,6 +4,7 @@ clear error."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,18 @@ from wire.errors import ConfigurationError
 from wire.frame import Arithmetic, Call, Direction
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Provides the recording of a prompt, beside the folder of its model."""
+    folder = tmp_path_factory.mktemp("recorded")
+    unmasked.prompt_traffic(folder)
+    return folder
+
+
 @pytest.fixture
-def seen(tmp_path: Path) -> Path:
-    unmasked.prompt_traffic(tmp_path)
+def seen(recorded: Path, tmp_path: Path) -> Path:
+    """Provides a copy of the recording, which a test may damage."""
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
     return tmp_path / "seen"
 
 

@@ -12,9 +12,11 @@ import openai
 import pydantic
 import pytest
 import torch
+from tests.support.served_kinds import open_client
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
+from tenant_sdk.testing import save_tiny_model
 from tests.support.endpoints import WHO, endpoint_of, official
 
 SCHEMA = {
@@ -249,10 +251,12 @@ def test_streamed_logprobs_of_plain_completions(ai: openai.OpenAI) -> None:
         assert list(map(list, fields["top_logprobs"])) == list(map(list, choice.logprobs.top_logprobs or ()))
 
 
-def test_without_max_tokens_an_answer_may_fill_the_context(ai: openai.OpenAI, client: TenantClient) -> None:
-    forbidden = {str(token_id): -100 for token_id in client.text.stop_ids}
-    answer = ask(ai, max_tokens=None, logit_bias=forbidden)
-    assert answer.usage.completion_tokens == client.context_length - answer.usage.prompt_tokens > 128
+def test_without_max_tokens_an_answer_may_fill_the_context(tmp_path: Path) -> None:
+    short = save_tiny_model(tmp_path / "llama", max_position_embeddings=192)
+    with open_client(short) as client, endpoint_of(client) as endpoint, official(endpoint) as ai:
+        forbidden = {str(token_id): -100 for token_id in client.text.stop_ids}
+        answer = ask(ai, max_tokens=None, logit_bias=forbidden)
+        assert answer.usage.completion_tokens == client.context_length - answer.usage.prompt_tokens > 128
     assert answer.choices[0].finish_reason == "length"
 
 

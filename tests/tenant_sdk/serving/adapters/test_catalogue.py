@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -205,49 +206,65 @@ _FETCH = """
 import sys
 from pathlib import Path
 from tenant_sdk.serving.adapters.catalogue import Entry, fetch
-from tests.support.identities import make_authority
-from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError
-source, digest, cache = sys.argv[1:]
-try:
-    fetch("one", Entry(source=source, digest=digest), Path(cache), 1 << 20)
-except ConfigurationError as exc:
-    sys.exit(str(exc))
+digest, *rest = sys.argv[1:]
+for source, cache in zip(rest[::2], rest[1::2], strict=True):
+    try:
+        fetch("one", Entry(source=source, digest=digest), Path(cache), 1 << 20)
+    except ConfigurationError as exc:
+        sys.exit(str(exc))
 """
 
 
-def fetched(source: str, pinned: str, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Fetches an adapter in a process of its own, with variables that are read when libraries are imported."""
-    command = [sys.executable, "-c", _FETCH, source, pinned, str(cache)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=WAIT_S)
+@dataclass
+class Fetched:
+    """Holds what was asked of a server of HTTPS and of a hub, and where the adapters of both were kept."""
+
+    https: str
+    asked_https: list[str]
+    asked_hub: list[str]
+    kept: dict[str, Path]
 
 
-def test_https_checks_the_certificate(made: Path, cache: Path, tmp_path: Path) -> None:
-    authority = make_authority(tmp_path / "authority")
+@pytest.fixture(scope="module")
+def fetched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fetched]:
+    """Fetches an adapter from both in one process of its own, with variables that are read when libraries are
+    imported."""
+    root = tmp_path_factory.mktemp("fetched")
+    authority = make_authority(root / "authority")
     ca, chain, key = authority.server
-    files = {name: tmp_path / name for name in ("ca", "chain", "key")}
+    files = {name: root / name for name in ("ca", "chain", "key")}
     for path, content in zip(files.values(), (ca, chain, key), strict=True):
         path.write_bytes(content)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files["chain"], files["key"])
-    with serving(made, context) as (url, asked):
-        done = fetched(f"{url}/good", digest(made), cache, SSL_CERT_FILE=str(files["ca"]))
+    kept = {name: root / f"kept-{name}" for name in ("https", "hub")}
+    for folder in kept.values():
+        prepare_cache(folder)
+    with serving(made, context) as (https, asked_https), serving(made) as (hub, asked_hub):
+        env = {"HF_ENDPOINT": hub, "HF_HOME": str(root / "hub"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        env = {**os.environ, **env, "SSL_CERT_FILE": str(files["ca"])}
+        pairs = (f"{https}/good", str(kept["https"]), "hf://acme/support@v2", str(kept["hub"]))
+        command = [sys.executable, "-c", _FETCH, digest(made), *pairs]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=WAIT_S)
         assert (done.returncode, done.stderr) == (0, "")
-        assert asked == [f"/good/{CONFIG}", f"/good/{WEIGHTS}"]
-        with pytest.raises(ConfigurationError, match="two cannot be fetched"):
-            fetch("two", Entry(source=f"{url}/good", digest=ZEROS), cache, MOST)
-        assert len(asked) == 2, "nothing is asked of a server whose certificate nobody vouches for"
+        yield Fetched(https, asked_https, asked_hub, kept)
 
 
-def test_the_hub_gives_the_named_revision(made: Path, cache: Path, tmp_path: Path) -> None:
-    with serving(made) as (url, asked):
-        env = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        done = fetched("hf://acme/support@v2", digest(made), cache, **env)
-        assert (done.returncode, done.stderr) == (0, "")
-    assert [path for path in asked if "/resolve/" in path] == [
+def test_https_checks_the_certificate(fetched: Fetched, made: Path, cache: Path) -> None:
+    assert fetched.asked_https == [f"/good/{CONFIG}", f"/good/{WEIGHTS}"]
+    (kept,) = fetched.kept["https"].iterdir()
+    assert (kept / WEIGHTS).read_bytes() == (made / WEIGHTS).read_bytes()
+    with pytest.raises(ConfigurationError, match="two cannot be fetched"):
+        fetch("two", Entry(source=f"{fetched.https}/good", digest=ZEROS), cache, MOST)
+    assert len(fetched.asked_https) == 2, "nothing is asked of a server whose certificate nobody vouches for"
+
+
+def test_the_hub_gives_the_named_revision(fetched: Fetched, made: Path) -> None:
+    assert [path for path in fetched.asked_hub if "/resolve/" in path] == [
         f"/acme/support/resolve/v2/{file}" for file in (CONFIG, WEIGHTS)
     ]
-    (kept,) = cache.iterdir()
+    (kept,) = fetched.kept["hub"].iterdir()
     assert (kept / WEIGHTS).read_bytes() == (made / WEIGHTS).read_bytes()
 
 
