@@ -12,12 +12,12 @@ import openai
 import pydantic
 import pytest
 import torch
-from tests.support.served_kinds import open_client
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.testing import save_tiny_model
 from tests.support.endpoints import WHO, endpoint_of, official
+from tests.support.tiny_models import open_client
 
 SCHEMA = {
     "type": "object",
