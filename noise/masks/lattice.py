@@ -210,10 +210,12 @@ class Lattice:
         request_cols, _ = group.widths(direction)
         degree, rank = self.parameters.ring_degree, self.parameters.rank
         secrets_hat = self.polynomials.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
+        masks: Sequence[torch.Tensor]
+        effects: Sequence[torch.Tensor]
         if isinstance(self.polynomials, DeviceProducts):
-            masks = self.polynomials.combine(self._matrix(epoch, request_cols), secrets_hat)
-            self.polynomials.add_error(masks, self._rng, self.parameters)
-            effects = self.polynomials.product(hint, secrets_hat, self.parameters)
+            made = self.polynomials.combine(self._matrix(epoch, request_cols), secrets_hat)
+            self.polynomials.add_error(made, self._rng, self.parameters)
+            masks, effects = tuple(made), tuple(self.polynomials.product(hint, secrets_hat, self.parameters))
         else:
 
             def draw(shape: Sequence[int]) -> torch.Tensor:
