@@ -204,25 +204,13 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
     return torch.from_numpy(ones.view(np.int8)).view(*shape)
 
 
-_local = threading.local()
-
-
-def _buffer(num_bytes: int) -> Bytes:
-    """Returns memory of the calling thread, which its next call uses again, since fresh pages cost time."""
-    kept: Bytes | None = getattr(_local, "buffer", None)
-    if kept is None or kept.size < num_bytes:
-        kept = _local.buffer = np.empty(num_bytes, dtype=np.uint8)
-    return kept[:num_bytes]
-
-
 def count_ones(rng: Csprng, out: Bytes, num_bits: int, mean: int) -> None:
     """Writes to each element of `out` the number of ones among `num_bits` fresh bits, minus `mean`. Below zero this
     wraps to the two's complement of an int8."""
     count, whole, rest = out.size, num_bits // 8, num_bits % 8
     share = 8 // rest if rest else 1  # This many samples share one byte for their remaining bits.
     width = -(-count // share)
-    drawn = _buffer(whole * count + (width if rest else 0))
-    rng.fill(drawn)
+    drawn = rng.array(whole * count + (width if rest else 0))
     if kernels.available():
         kernels.count_ones(drawn, out, whole, rest, mean)
         return

@@ -156,16 +156,47 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item], workers
     if num_helpers < 1:
         work(queue)
         return
-    helpers: list[Future[None]] = []
+    gate = _Gate()
     try:
         # If the machine has no thread left, or the process is ending, there are fewer helpers.
         with contextlib.suppress(RuntimeError):
             for _ in range(num_helpers):
-                helpers.append(workers.submit(work, queue))
+                workers.submit(gate.run, work, queue)
         work(queue)
     finally:
-        deque(queue, maxlen=0)  # After an error, a helper that begins late finds nothing to do.
-        failures = [helper.exception() for helper in helpers if not helper.cancel()]
-    for failure in failures:
-        if failure is not None:
-            raise failure
+        deque(queue, maxlen=0)  # After an error, helpers find nothing more to do.
+        gate.close()
+    if gate.failures:
+        raise gate.failures[0]
+
+
+class _Gate:
+    """Counts the helpers of one call that have begun and not ended, and keeps out those that begin too late. Futures
+    cannot tell: `submit` that raises, since no thread could be started, has put the work in the executor's queue all
+    the same, and a thread that was busy may take it at any time."""
+
+    def __init__(self) -> None:
+        self._state = threading.Condition()
+        self._num_running, self._is_closed = 0, False
+        self.failures: list[BaseException] = []
+
+    def run(self, work: Callable[[Iterator[Item]], None], queue: Iterator[Item]) -> None:
+        """Runs `work`, or nothing if the gate is closed."""
+        with self._state:
+            if self._is_closed:
+                return
+            self._num_running += 1
+        try:
+            work(queue)
+        except BaseException as exc:  # noqa: BLE001 - raised by the calling thread
+            self.failures.append(exc)
+        finally:
+            with self._state:
+                self._num_running -= 1
+                self._state.notify_all()
+
+    def close(self) -> None:
+        """Keeps later helpers out, and waits for those that have begun."""
+        with self._state:
+            self._is_closed = True
+            self._state.wait_for(lambda: self._num_running == 0)

@@ -242,22 +242,24 @@ class Lattice:
             self._cuts.pop((group.id, direction), None)
         with torch.inference_mode(False):  # `mask` later adds to these tensors in place, also outside inference mode.
             exact = self.polynomials.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0]
-            masks = exact[kept]
-            if isinstance(self.polynomials, DeviceProducts):
-                self.polynomials.add_error(masks, self._rng, self.parameters)
-            else:
-                masks += sampling.error(self._rng, masks.shape, self.parameters)
-            products = self.polynomials.product(hint, cut.secrets_hat, self.parameters)[0]
-            effects = products[kept]
-            if cut.slots.remaining == 0:
-                self._forget(cut.secrets_hat)
-            piece = self.pool.piece_rows
-            # Each piece is a copy, so that its memory is free as soon as its own rows are used.
-            pairs = zip(masks.split(piece), effects.split(piece), strict=True)
-            pieces = [Block(copied(mask), copied(effect), Slots(len(mask))) for mask, effect in pairs]
-            for each in (exact, products):  # Rows without an error give the secret away; the memory is used later.
-                each.zero_()
-            return pieces
+            made = [exact]
+            try:
+                masks = exact[kept]
+                if isinstance(self.polynomials, DeviceProducts):
+                    self.polynomials.add_error(masks, self._rng, self.parameters)
+                else:
+                    masks += sampling.error(self._rng, masks.shape, self.parameters)
+                made.append(self.polynomials.product(hint, cut.secrets_hat, self.parameters)[0])
+                effects = made[1][kept]
+                if cut.slots.remaining == 0:
+                    self._forget(cut.secrets_hat)
+                piece = self.pool.piece_rows
+                # Each piece is a copy, so that its memory is free as soon as its own rows are used.
+                pairs = zip(masks.split(piece), effects.split(piece), strict=True)
+                return [Block(copied(mask), copied(effect), Slots(len(mask))) for mask, effect in pairs]
+            finally:
+                for each in made:  # Rows without an error give the secret away; the memory is used later.
+                    each.zero_()
 
     def _cut(self, group: GroupSpec, direction: Direction) -> _Cut:
         """Returns the block that is being cut into pieces for a layer group and direction, or opens a new one. Only one

@@ -87,6 +87,7 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
     Raises:
         ConfigurationError: the matrix has another shape or type.
     """
+    _check_degree(degree)
     matrix = _rows(matrix, rank * degree)
     features, half = matrix.shape[1], degree // 2
     made = torch.empty(-(-features // LANES), rank, half, 2, LANES, dtype=torch.float64, device="cpu")
@@ -113,6 +114,7 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
     if secrets.dtype != torch.int8 or secrets.dim() != 3 or not secrets.is_contiguous() or not secrets.is_cpu:
         raise ConfigurationError(f"expected int8 secrets, got {secrets.dtype} of {tuple(secrets.shape)}")
     num_blocks, rank, degree = secrets.shape
+    _check_degree(degree)
     made = torch.empty(num_blocks, rank, degree // 2, 2, dtype=torch.float64, device="cpu")
     scratch, table = _scratch(degree * LANES), _table(degree // 2)
     _loaded().veilbase_transform_secrets(
@@ -310,6 +312,11 @@ def count_ones(drawn: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8], planes:
     if not is_right or not out.flags.writeable:
         raise ConfigurationError("random bytes and samples do not fit each other")
     _loaded().veilbase_count_ones(drawn.ctypes.data, out.size, planes, rest, mean, out.ctypes.data)
+
+
+def _check_degree(degree: int) -> None:
+    if degree < 2 or degree & (degree - 1):
+        raise ConfigurationError(f"expected a ring degree that is a power of two, got {degree}")
 
 
 def _has_rows(numbers: torch.Tensor) -> bool:

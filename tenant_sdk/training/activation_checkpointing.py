@@ -622,13 +622,15 @@ class Checkpointing:
         """
         if self.mode is None:
             return
-        contexts = KeptReplies(self.store, run_states(base)).contexts if self.store is not None else _no_contexts
+        kept = None if self.store is None else KeptReplies(self.store, run_states(base))
 
-        def trimming() -> tuple[Any, Any]:
-            first, second = contexts()
-            return _within(_giving_back(), first), _within(_giving_back(), second)
+        def contexts() -> tuple[Any, Any]:
+            if kept is None:
+                return _GivingBack(), _GivingBack()
+            first, second = kept.contexts()
+            return _within(_GivingBack(), first), _within(_GivingBack(), second)
 
-        options: dict[str, Any] = {"use_reentrant": False, "context_fn": trimming}
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
         try:
             base.activation_checkpointing_enable(options)
         except ValueError as exc:
@@ -643,16 +645,14 @@ class Checkpointing:
             self.store.close()
 
 
-def _no_contexts() -> tuple[Any, Any]:
-    return contextlib.nullcontext(), contextlib.nullcontext()
+class _GivingBack:
+    """Gives pages back when the context ends, however it ends: torch leaves a block's second run by an exception. The
+    context can be entered again and again, as torch does for several backward passes over one graph."""
 
+    def __enter__(self) -> None:
+        pass
 
-@contextlib.contextmanager
-def _giving_back() -> Iterator[None]:
-    """Gives pages back when the context ends, however it ends: torch leaves a block's second run by an exception."""
-    try:
-        yield
-    finally:
+    def __exit__(self, *exc_info: object) -> None:
         give_pages_back()
 
 

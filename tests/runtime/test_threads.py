@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -190,6 +191,32 @@ def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allow
     assert len(queued) == 1
     queued[0]()
     assert len(taken) == 50, "who begins late finds nothing to do"
+
+
+def test_what_was_queued_and_begins_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread can be started, which `submit` says after it has queued the work. A thread that was busy until then
+    takes that work at once, and takes long for its item."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    began, late = threading.Event(), list[threading.Thread]()
+
+    def refusing(_: ThreadPoolExecutor, work: Callable[..., Any], *given: Any) -> Future[Any]:
+        late.append(threading.Thread(target=work, args=given))
+        late[0].start()
+        assert began.wait(WAIT_S)
+        raise RuntimeError("can't start new thread")
+
+    def work(items: Iterator[int]) -> None:
+        for item in items:
+            if threading.current_thread() in late:
+                began.set()
+                time.sleep(0.2)
+            done.append(item)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refusing)
+    done: list[int] = []
+    share(work, list(range(4)))
+    assert sorted(done) == [0, 1, 2, 3]
+    end(late)
 
 
 def test_after_an_error_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:

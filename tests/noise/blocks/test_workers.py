@@ -3,6 +3,7 @@ many cores as before."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -19,10 +20,19 @@ from tests.support.waiting import end
 
 @pytest.fixture(params=[1, 2, 4])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    with of_torch(request.param):
+        yield request.param
+
+
+@contextlib.contextmanager
+def of_torch(count: int) -> Iterator[None]:
+    """Makes torch use `count` threads inside the context. It is torch's real number, since `share` puts it back."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 1000])
@@ -117,16 +127,16 @@ def test_work_may_write_to_tensors_of_either_kind() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_no_workers_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_has_no_workers_to_wait_for() -> None:
     alone(lambda: None)  # starts the parent's workers
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
     def child() -> str:
         seen: list[int] = []
         share(seen.extend, range(50))
         return f"{len(seen)} items, {alone(lambda: 'alone')}"
 
-    assert in_child(child) == "50 items, alone"
+    with of_torch(2):
+        assert in_child(child) == "50 items, alone"
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
@@ -141,8 +151,8 @@ def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allow
         return submit(executor, *given)
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refusing)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     seen: list[int] = []
-    share(lambda queue: seen.extend(queue), range(50))
+    with of_torch(4):
+        share(lambda queue: seen.extend(queue), range(50))
     assert sorted(seen) == list(range(50))
     assert left == [0]

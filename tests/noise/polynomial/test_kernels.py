@@ -156,8 +156,8 @@ def test_a_packed_matrix_lies_in_its_data() -> None:
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 500])
 def test_ones_are_counted_as_numpy_counts_them(count: int, rest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Recorded:
-        def fill(self, buffer: sampling.Bytes) -> None:
-            buffer[:] = RNG_BYTES[: buffer.size]
+        def array(self, num_bytes: int) -> sampling.Bytes:
+            return RNG_BYTES[:num_bytes].copy()
 
     compiled, plain = np.empty(count, dtype=np.uint8), np.empty(count, dtype=np.uint8)
     sampling.count_ones(Recorded(), compiled, 40 + rest, 21)  # type: ignore[arg-type]
@@ -239,6 +239,11 @@ def test_roots_are_within_a_unit_in_the_last_place(half: int) -> None:
 def test_refuses_what_the_compiled_code_would_not_notice() -> None:
     matrix, secrets = draw(2, 8, 6, 3)
     secrets_hat, out = kernels.secret_transform(secrets), torch.zeros(3, 8, 6, dtype=torch.int32)
+    for degree in (0, 1, 3, 24, 1023):
+        with pytest.raises(ConfigurationError, match="power of two"):
+            kernels.secret_transform(torch.ones(1, 3, degree, dtype=torch.int8))
+        with pytest.raises(ConfigurationError, match="power of two"):
+            kernels.transform(torch.ones(3 * degree, 4, dtype=torch.int32), 3, degree)
     for bad_secrets in (secrets.to(torch.int32), secrets[0], secrets.transpose(0, 1), secrets.to("meta")):
         with pytest.raises(ConfigurationError, match="int8 secrets"):
             kernels.secret_transform(bad_secrets)

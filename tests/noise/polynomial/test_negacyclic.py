@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,36 @@ def test_chunks_of_one_thread_do_not_show(is_compiled: bool) -> None:
     assert torch.equal(product(seen, secret_transform(secrets), parameters), reference_product(matrix & -256, secrets))
     assert len(seen.loads) == (2 if is_compiled else 3)
     check(matrix, secrets, parameters)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_each_column_of_a_mask_has_the_error_that_was_drawn_for_it(num_threads: int, is_compiled: bool) -> None:
+    """The errors of each draw are one number that no other draw has. Every column of every block has one of them."""
+    parameters = toy(16, 2)
+    matrix, hint = random_matrix(parameters, 401), random_matrix(parameters, 300)
+    secrets, numbers, lock = random_secrets(parameters, 3), iter(range(1, 1000)), threading.Lock()
+    widths: list[int] = []
+
+    def draw(shape: Any) -> torch.Tensor:
+        with lock:
+            widths.append(shape[-1])
+            return torch.full(tuple(shape), next(numbers), dtype=torch.int16)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        arguments = transform(matrix, parameters), secret_transform(secrets), hint, draw, parameters
+        masks, effects = negacyclic.masks_and_effects(*arguments)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.stack(list(effects)), reference_product(hint, secrets))
+    errors = torch.stack(list(masks)) - reference_product(matrix, secrets)
+    assert torch.equal(errors, errors[:1, :1].expand_as(errors))  # all rows of all blocks
+    found, counts = errors[0, 0].unique(return_counts=True)
+    assert found.tolist() == list(range(1, len(widths) + 1))
+    assert counts.tolist() == widths
+    assert sum(widths) == 401
+    assert len(widths) > 1 or not is_compiled
 
 
 def test_a_slice_of_the_transforms_serves_a_narrower_layer() -> None:
