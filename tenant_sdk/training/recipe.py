@@ -27,6 +27,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from runtime.command_line import instead
+from tenant_sdk.kinds.refused import check_values
 from tenant_sdk.training.checkpoints import check_output, check_writable
 from tenant_sdk.training.dataset import load_rows, one_line
 from tenant_sdk.training.settings import FinetuneOptions
@@ -251,8 +252,11 @@ def check_recipe_early(recipe: Recipe) -> None:
     options = recipe.options()
     options.check()
     options.check_effect(recipe.given())
+    if recipe.rank is not None and recipe.rank < 1:
+        raise ConfigurationError(f"rank must be positive, got {recipe.rank}")
     if recipe.peft_config is not None:
         check_peft_keys(recipe.peft_config)
+        check_values(recipe.peft_config)
     if recipe.output_dir is not None:
         check_output(recipe.output_dir, options.overwrite)
     if options.log_dir is not None:
