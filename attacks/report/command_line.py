@@ -25,10 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attacks.controls import Control, ControlResult
-from attacks.report.catalogue import adversaries, controls, quick
 from attacks.report.exit_status import exit_status
-from attacks.seen.adversary import Adversary
-from attacks.victim import models
 from attacks.victim.tenant import KINDS
 from wire.errors import ConfigurationError
 
@@ -52,6 +49,7 @@ OTHER_PROGRAMS = {
 if TYPE_CHECKING:
     from attacks.report.evaluate import Case
     from attacks.report.table import Result
+    from attacks.seen.adversary import Adversary
     from attacks.seen.view import View
 
 
@@ -76,6 +74,9 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         parser.error("--view has no victim to look into: leave --draws out")
     if options.view is None and options.tenant is not None:
         parser.error("--tenant is for --view")
+    from attacks.report.catalogue import adversaries, quick  # after the parsing, since it loads torch
+    from attacks.victim import models
+
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the started processes, too
     try:
         if options.list:
@@ -129,6 +130,8 @@ def _model(options: argparse.Namespace) -> str:
 
 
 def _run(options: argparse.Namespace, names: str | None) -> int:
+    from attacks.report.catalogue import adversaries
+
     chosen = adversaries(names)
     with _controls_beside(names) as results_of_controls:
         return attack_and_report(options, chosen, results_of_controls)
@@ -156,6 +159,8 @@ def _controls_beside(names: str | None) -> Iterator[Connection]:
 def _run_controls(results: Connection, names: str | None) -> None:
     import torch
 
+    from attacks.report.catalogue import controls
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit removes temporary folders, too
     torch.set_num_threads(1)
     with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of a library
@@ -177,6 +182,7 @@ def attack_and_report(options: argparse.Namespace, chosen: Sequence[Adversary], 
 
     from attacks.report import plots, table, verdict
     from attacks.truth.judge import kind_of
+    from attacks.victim import models
 
     shutil.rmtree(options.out / "stolen", ignore_errors=True)  # left by an earlier run
     model = _model(options)
@@ -309,7 +315,7 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
     from attacks.truth.secrets import Truth
-    from attacks.victim import profiles
+    from attacks.victim import models, profiles
     from attacks.victim.models import load_public
 
     if options.model is None or options.model in models.NAMES:
