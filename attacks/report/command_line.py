@@ -10,6 +10,7 @@ masks.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import json
@@ -74,24 +75,41 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         parser.error("--view has no victim to look into: leave --draws out")
     if options.view is None and options.tenant is not None:
         parser.error("--tenant is for --view")
-    from attacks.report.catalogue import adversaries, quick  # after the parsing, since it loads torch
+    if options.list:
+        for name, summary in summaries(default).items():
+            print(f"{name:22} {summary}")
+        print("\nprograms of their own:")
+        for module, summary in OTHER_PROGRAMS.items():
+            print(f"python -m {module:19} {summary}")
+        return 0
+    from attacks.report.catalogue import quick  # after the parsing, since it loads torch
     from attacks.victim import models
 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the started processes, too
     try:
-        if options.list:
-            for one in adversaries(default):
-                print(f"{one.name:22} {one.summary}")
-            print("\nprograms of their own:")
-            for module, summary in OTHER_PROGRAMS.items():
-                print(f"python -m {module:19} {summary}")
-            return 0
         names = default if options.adversaries is None else options.adversaries
         if names is None and options.view is None and _model(options) in models.NAMES:
             names = quick()
         return exit_status(options.out, lambda: _run(options, names))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def summaries(names: str | None) -> dict[str, str]:
+    """Returns the summary of each adversary of the catalogue, or of those with the given comma-separated names, by its
+    name. They are read from the source files, since importing the catalogue loads torch."""
+    root = Path(__file__).parents[1]
+    made = {}
+    for path in sorted((root / "adversaries").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            call = node.value if isinstance(node, ast.Assign) else None
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Adversary":
+                made[ast.unparse(node.targets[0])] = [ast.literal_eval(word) for word in call.args[:2]]
+    catalogue = ast.parse((root / "report" / "catalogue.py").read_text(encoding="utf-8"))
+    (listed,) = (node for node in catalogue.body if ast.unparse(node).startswith("CATALOGUE:"))
+    named = [each.id for each in ast.walk(listed) if isinstance(each, ast.Name)]
+    found = dict(made[each] for each in named if each in made)
+    return found if names is None else {each: found[each] for each in names.split(",")}
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:

@@ -268,7 +268,7 @@ class FinetuneOptions:
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:  # a NaN fails this too
                 raise ConfigurationError(f"{name} must be positive, got {getattr(self, name)}")
-        more = ("weight_decay", "max_grad_norm", "seed", "early_stopping_threshold")
+        more: tuple[str, ...] = ("weight_decay", "max_grad_norm", "seed", "early_stopping_threshold")
         more += ("memory_budget_mb",) if isinstance(self.memory_budget_mb, int | float) else ()
         for name in ("warmup_steps", *more):
             if not 0 <= getattr(self, name) < math.inf:

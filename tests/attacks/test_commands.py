@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
-from attacks.report.command_line import OTHER_PROGRAMS
+from attacks import extract_lora, recover_prompts
+from attacks.report.catalogue import adversaries
+from attacks.report.command_line import OTHER_PROGRAMS, summaries
 
 CODE = """
 import importlib, sys
@@ -27,3 +30,15 @@ def test_help_and_a_word_that_is_no_option_do_not_wait_for_torch(module: str) ->
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == f"ended {status}"
         assert f"python -m {module}" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", [extract_lora, recover_prompts])
+def test_the_list_names_the_adversaries_without_torch(module: ModuleType) -> None:
+    code = CODE.format(module=module.__name__, words=["--list"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "programs of their own:" in done.stdout
+    default = getattr(module, "ADVERSARIES", None)
+    expected = [(one.name, one.summary) for one in adversaries(default)]
+    assert list(summaries(default).items()) == expected
+    assert done.stdout.splitlines()[: len(expected)] == [f"{name:22} {summary}" for name, summary in expected]
