@@ -102,9 +102,9 @@ def summaries(names: str | None) -> dict[str, str]:
     made = {}
     for path in sorted((root / "adversaries").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            call = node.value if isinstance(node, ast.Assign) else None
-            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Adversary":
-                made[ast.unparse(node.targets[0])] = [ast.literal_eval(word) for word in call.args[:2]]
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Adversary("):
+                name, summary = map(ast.literal_eval, getattr(node.value, "args", [])[:2])
+                made[ast.unparse(node.targets[0])] = name, summary
     catalogue = ast.parse((root / "report" / "catalogue.py").read_text(encoding="utf-8"))
     (listed,) = (node for node in catalogue.body if ast.unparse(node).startswith("CATALOGUE:"))
     named = [each.id for each in ast.walk(listed) if isinstance(each, ast.Name)]
