@@ -6,8 +6,18 @@ The program is in attacks/programs/overflow.py.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from attacks.programs.overflow import main
+from attacks.report.exit_status import out_parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the arguments, and then loads the program, which takes seconds, and runs it."""
+    out_parser("overflow").parse_args(arguments)
+    from attacks.programs import overflow
+
+    return overflow.main(arguments)
+
 
 if __name__ == "__main__":
     sys.exit(main())

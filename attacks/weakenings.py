@@ -6,8 +6,18 @@ The program is in attacks/programs/weakenings.py.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from attacks.programs.weakenings import main
+from attacks.report.exit_status import out_parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parses the arguments, and then loads the program, which takes seconds, and runs it."""
+    out_parser("weakenings").parse_args(arguments)
+    from attacks.programs import weakenings
+
+    return weakenings.main(arguments)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -90,6 +90,11 @@ def enroll(
         raise ConfigurationError(f"the provider of {str(path)!r} holds no CA key: enrol where the key is (docs/ray.md)")
     opened = StateDir(path)
     served = _last_endpoint(opened.path)
+    if endpoint is None and served is not None and served.endswith(":0"):
+        raise ConfigurationError(
+            f"the provider of {str(path)!r} has no port yet, as --port 0 picks one: enrol once `provider serve` says "
+            "ready, or give --endpoint"
+        )
     url = endpoint or served or DEFAULT_ENDPOINT
     record = issue(opened, name, out, url, days)
     typer.echo(f"enrolled {record.name} until {record.not_after:%Y-%m-%d}: {out}")
@@ -202,10 +207,13 @@ def _enrolled(state: Path) -> set[str]:
 
 
 def _prepare_libraries() -> None:
-    """Sets the environment variables that gRPC and OpenMP read when they are loaded.
+    """Sets the environment variables that gRPC, OpenMP and huggingface_hub read when they are loaded.
 
-    Callers must call this before grpc or torch is imported.
+    Callers must call this before grpc, torch or huggingface_hub is imported.
     """
+    # As with `tenant`: nothing is downloaded unless the operator says so, and without a network a name that is not
+    # cached is refused at once, while the hub's client would try again for a minute.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines name peers' addresses.
     # libgomp's idle threads spin by default. With a tenant on the same cores, quantising SmolLM2 took 30 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

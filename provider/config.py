@@ -24,7 +24,7 @@ from pydantic_settings import (
 
 from provider.flags import SHOWN
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
-from runtime.command_line import instead
+from runtime.command_line import instead, plain_message
 from wire.errors import ConfigurationError, os_cause
 from wire.transport.address import is_loopback
 from wire.transport.busy_poll import LONGEST_S, MOST_S
@@ -345,12 +345,13 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     except ValidationError as exc:  # `from None`: the exception's text quotes the value.
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the settings"
+        file = _file_of(str(next(iter(first["loc"]), "")), prefix, flags, config)
         if first["type"] == "extra_forbidden":
             known = kind.model_fields if len(first["loc"]) == 1 else TenantLimits.model_fields
             raise ConfigurationError(
-                f"{ascii(where)[:100]} is no setting{_instead(str(first['loc'][-1]), known)}"
+                f"{file}{ascii(where)[:100]} is no setting{_instead(str(first['loc'][-1]), known)}"
             ) from None
-        raise ConfigurationError(f"setting {where}: {first['msg'].lower()}") from None
+        raise ConfigurationError(f"{file}setting {where}: {plain_message(first['msg'])}") from None
     except SettingsError:  # A variable is not JSON; the exception's text quotes it.
         raise ConfigurationError(
             f"an environment variable of {prefix}* that holds more than one value is not JSON"
@@ -361,6 +362,14 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     except (yaml.YAMLError, OSError, TypeError, ValueError) as exc:
         raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from os_cause(exc)
     return made
+
+
+def _file_of(name: str, prefix: str, flags: dict[str, Any], config: Path | None) -> str:
+    """Returns the beginning of an error's text that names the file of a setting's value; an empty text if the value is
+    that of a flag or of an environment variable, which take precedence."""
+    variables = {each.lower() for each in os.environ} - {each.lower() for each in service_variables()}
+    is_of_file = config is not None and flags.get(name) is None and f"{prefix}{name}".lower() not in variables
+    return f"{config}: " if is_of_file else ""
 
 
 def service_variables() -> set[str]:

@@ -77,16 +77,19 @@ def serve(settings: ProviderSettings) -> None:
 
         return help_out(settings)
     resolve(settings.model)  # A mistake in the name is told at once.
+    check_ports(settings)
+    state = _open_state(settings)
+    _write_endpoint(settings, settings.port, state)
     from provider.net.admission import Admission  # Imported here since torch takes seconds to import.
     from provider.net.server import Server
     from provider.operations.usage import FILE_NAME, UsageBook
 
-    state = _open_state(settings)
     with ExitStack() as ending:  # The callbacks run in reverse order, even if one of them fails.
         usage = UsageBook(None if state is None else state.path / FILE_NAME)
         tensor_port = None if settings.tensor_port == "none" else settings.tensor_port
         server = Server(settings.host, settings.port, state, settings.certificate_names, tensor_port, settings.ipc)
         ending.callback(server.stop)  # This stops the server if the start fails.
+        _write_endpoint(settings, server.port, state)
         model = _make_model(settings)
         ending.callback(model.close)
         admission = Admission(settings.tenant_limits, settings.max_in_flight_bytes)
@@ -105,7 +108,7 @@ def serve(settings: ProviderSettings) -> None:
         usage.keep_saving()
         while not all(num_live for num_live, _ in service.num_replicas):
             time.sleep(_JOIN_LOOK_S)  # A signal also ends this wait.
-        _announce(settings, server.port, state)
+        _announce(settings, server.port)
         _wait_for_the_end(server)
 
 
@@ -385,14 +388,56 @@ def _make_monitor(
     return monitor
 
 
-def _announce(settings: ProviderSettings, port: int, state: StateDir | FrontIdentity | None) -> None:
-    if state is not None:
-        reachable = settings.host
-        if settings.certificate_names:
-            reachable = settings.certificate_names[0]
-        elif reachable in ("0.0.0.0", "::", "[::]"):  # noqa: S104 - compared with, not bound to
-            reachable = socket.gethostname()
-        (state.path / ENDPOINT_FILE).write_text(_url(True, reachable, port) + "\n")
+def check_ports(settings: ProviderSettings) -> None:
+    """Binds the ports that the settings name, and closes them again: a port that cannot be had is then told before
+    torch is imported. Whoever takes a port after that is noticed when `Server` binds it.
+
+    Raises:
+        ConfigurationError: a port is in use, or the address is not an address of this machine.
+    """
+    host = settings.host
+    if not _can_listen(host, settings.port):
+        address = f"[{host}]:{settings.port}" if ":" in host else f"{host}:{settings.port}"
+        raise ConfigurationError(f"cannot listen on {address}: is it in use, or not an address of this machine?")
+    if settings.tls and settings.tensor_port != "none" and not _can_listen(host, settings.tensor_port):
+        raise ConfigurationError(
+            f"cannot listen on {host}, port {settings.tensor_port}, for tensors: is it in use, or not an address of "
+            "this machine?"
+        )
+    for port, what in ((settings.metrics_port, "metrics"), (settings.health_port, "health")):
+        if port is not None and not _can_listen("127.0.0.1", port):
+            raise ConfigurationError(f"cannot listen on 127.0.0.1:{port} for {what}: is it in use?")
+
+
+def _can_listen(host: str, port: int) -> bool:
+    """Returns whether a port can be bound at one of a host's addresses at least, which is all that gRPC needs."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, _, _, _, address in found:
+        try:
+            socket.create_server(address[:2], family=family).close()
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _write_endpoint(settings: ProviderSettings, port: int, state: StateDir | FrontIdentity | None) -> None:
+    """Writes down for `enroll` under which URL tenants will reach this provider; the port is 0 while it is not known.
+    This comes before the model is loaded, since tenants are enrolled meanwhile."""
+    if state is None:
+        return
+    reachable = settings.host
+    if settings.certificate_names:
+        reachable = settings.certificate_names[0]
+    elif reachable in ("0.0.0.0", "::", "[::]"):  # noqa: S104 - compared with, not bound to
+        reachable = socket.gethostname()
+    (state.path / ENDPOINT_FILE).write_text(_url(True, reachable, port) + "\n")
+
+
+def _announce(settings: ProviderSettings, port: int) -> None:
     if settings.ipc is not None:
         _LOGGER.info("tenants on this host: ipc:%s", settings.ipc.absolute())
     print(f"ready {_url(settings.tls, settings.host, port)}", flush=True)

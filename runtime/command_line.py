@@ -31,6 +31,8 @@ _MOST_COMPARED = 40
 _MOST_LISTED = 12
 """The most names that an error lists: more would bury what it says."""
 
+_VALUE_ERROR = "Value error, "
+"""What pydantic, which typer also uses, puts before the text of a ValueError."""
 TOLD_AFTER_S = 2.0
 """The seconds after which a user is told what takes so long."""
 _MOST_OF_A_NAME, _LEAST_OF_A_MEANING = 30, 20
@@ -85,6 +87,12 @@ def instead(word: str, known: Collection[str], listed_by: str) -> str:
     return f"there are {', '.join(known)}" if len(known) <= _MOST_LISTED else f"{listed_by} lists them"
 
 
+def plain_message(message: str) -> str:
+    """Returns pydantic's message about a value as it stands in an error's text, without what pydantic puts before a
+    text that is not its own."""
+    return message.removeprefix(_VALUE_ERROR).lower()
+
+
 def _plain(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
@@ -121,6 +129,8 @@ class Command(TyperCommand):
                 flags = [flag for option in self.params if not getattr(option, "hidden", False) for flag in option.opts]
                 meant = nearest(failure.option_name, [flag for flag in flags if flag.startswith("--")])
                 failure.possibilities = [] if meant is None else [meant]
+            if hasattr(failure, "message"):
+                failure.message = str(failure.message).removeprefix(_VALUE_ERROR)
             raise
 
 

@@ -19,7 +19,7 @@ from runtime.command_line import Command, Commands, show_version, to_stderr, tol
 from tenant_sdk import tune
 from tenant_sdk.endpoint.settings import OPTION_KINDS, options_given
 from tenant_sdk.options import flag_of, takes_flags
-from tenant_sdk.plain_values import WrongOption, adapter_folder
+from tenant_sdk.plain_values import WrongOption, adapter_folder, positive
 from tenant_sdk.serving.settings import StoreOptions, check_store_early
 from tenant_sdk.training.recipe import check_recipe_early, takes_recipe
 from wire.errors import ConfigurationError, VeilbaseError, printable
@@ -273,6 +273,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if adapter is not None:
         adapter_folder(adapter)
+    if max_new_tokens is not None:
+        positive("max_new_tokens", max_new_tokens)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
@@ -305,6 +307,8 @@ def chat(
 ) -> None:
     """Talk to the base model or an adapter; /adapter NAME switches."""
     _check_options(adapters, options, check_store_early)
+    if max_new_tokens is not None:
+        positive("max_new_tokens", max_new_tokens)
     client = _client(
         url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
         pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,

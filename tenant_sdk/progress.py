@@ -144,7 +144,8 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
 
     def stop(self) -> None:
         """Ends the bar at its current step, for a run that failed; a second call does nothing."""
-        self._bar.stop()
+        if self._has_bar:  # without a terminal, rich would print an empty line
+            self._bar.stop()
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ def open_session(
         scheme = make_scheme(plan.mask, _arithmetic(plan, setting), plan.mask_options, setting)
         undo.callback(scheme.close)
         if verifier is not None:
-            with told_if_slow(f"reading the trusted checkpoint {plan.verify}", say) as is_told:
+            with told_if_slow(f"comparing with the trusted checkpoint {plan.verify}", say) as is_told:
 
                 def report(done: int, total: int) -> None:
                     is_told()

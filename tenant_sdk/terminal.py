@@ -20,8 +20,9 @@ from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
 from wire.transport.connection import Traffic
 
 HELP = (
-    "/adapter NAME answers with an adapter, /adapter alone with the base model, /adapters lists them, /new forgets the "
-    "conversation, /explain says what the provider sees, /quit ends"
+    "/adapter NAME answers with an adapter, /adapter alone with the base model,\n"
+    "/adapters lists them, /new forgets the conversation,\n"
+    "/explain says what the provider sees, /quit ends"
 )
 
 

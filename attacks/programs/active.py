@@ -11,7 +11,6 @@ not look at timing. Source of the question: docs/threat-model.md, "A provider th
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -27,7 +26,7 @@ import torch
 
 from attacks.programs import row_counts
 from attacks.programs.providers import HonestOffer
-from attacks.report.exit_status import exit_status
+from attacks.report.exit_status import exit_status, out_parser
 from attacks.victim import models
 from noise import sampling
 from noise.verify import FAILED
@@ -399,9 +398,7 @@ def _yes(value: bool) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes active.json and active.md. Returns 1 if `verify` let a fault pass, or if `row_counts.is_held_off` is
     false for the hostile bundles; 2 for a request that cannot be carried out; otherwise 0."""
-    parser = argparse.ArgumentParser(prog="python -m attacks.active", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("report"), help="folder of active.json and active.md")
-    options = parser.parse_args(arguments)
+    options = out_parser("active").parse_args(arguments)
     torch.set_num_threads(1)
     return exit_status(options.out, lambda: _measure_and_report(options.out))
 

@@ -18,7 +18,6 @@ carried out. If FULL_RUNS runs or more are played, no half-width may be above NE
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import functools
@@ -36,6 +35,7 @@ import torch
 
 from attacks.adversaries.distinguisher import SCORES, Known, Seen, known
 from attacks.controls import ControlResult
+from attacks.game import FULL_RUNS, MASKS, QUICK_RUNS, make_parser
 from attacks.report.exit_status import exit_status
 from attacks.victim.models import tiny_model
 from noise import params, sampling
@@ -132,9 +132,8 @@ def _inputs(model: Any, token_ids: torch.Tensor, block: int) -> torch.Tensor:
 
 CONFIDENCE = 0.999
 NEEDED_HALF_WIDTH = 0.03
-FULL_RUNS, QUICK_RUNS, CONTROL_RUNS = 8000, 600, 200
+CONTROL_RUNS = 200
 NEEDED_CONTROL = 0.95
-MASKS = ("lattice", "pad", "shares", "off")
 _RESAMPLES = 1000
 """The number of bootstrap samples, which determines a standard deviation to 2.2%."""
 _NARROW_BITS, _COARSE_BITS = 26, 4
@@ -440,7 +439,7 @@ def lines(mask: str, secret: str, found: Sequence[Outcome], checks: Sequence[Con
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; the module's docstring explains the exit status."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     num_runs = options.runs if options.runs is not None else QUICK_RUNS if options.quick else FULL_RUNS
     torch.set_num_threads(1)
     return exit_status(options.out, lambda: _play_and_report(options.mask, options.secret, num_runs, options.out))
@@ -459,13 +458,3 @@ def _play_and_report(mask: str, secret: str, num_runs: int, out: Path | None) ->
         (out / "game.json").write_text(json.dumps(data, indent=1) + "\n")
     is_narrow = num_runs < FULL_RUNS or all(one.half_width <= NEEDED_HALF_WIDTH for one in found)
     return 0 if is_narrow and all(one.is_at_chance for one in found) and all(check.wins for check in checks) else 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m attacks.game", description="A distinguisher game.")
-    parser.add_argument("--mask", default="lattice", help=", ".join(MASKS))
-    parser.add_argument("--secret", default="prompt", help="what the coin chooses: prompt or adapter")
-    parser.add_argument("--runs", type=int, help=f"{FULL_RUNS} by default")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_RUNS} runs")
-    parser.add_argument("--out", type=Path, help="folder of game.json")
-    return parser

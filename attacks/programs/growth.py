@@ -9,7 +9,6 @@ toy parameters is set.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from attacks.adversaries.lattice_reduction import BLOCK_SIZES, HARD_SIGMA, Growth, extrapolate, fit, measure_growth
+from attacks.growth import SHIPPED_SIGMA, make_parser
 from attacks.report.exit_status import exit_status
 from noise.params import PARAMETERS
 
-SHIPPED_SIGMA = 3.2
 SERIES = ((SHIPPED_SIGMA, (32, 48, 64, 80, 96)), (HARD_SIGMA, (16, 28, 40, 52, 64)))
 """Each series is (σ of the error, dimensions). The first has the shipped error, with which LLL alone succeeds. The
 second has an error that needs BKZ from dimension 64 or so on."""
@@ -29,7 +28,7 @@ second has an error that needs BKZ from dimension 64 or so on."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints the results. Returns 0, or 1 if no line can be drawn for some series, or 2 for a request that
     cannot be carried out."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     series = SERIES if options.dimensions is None else ((options.sigma, tuple(options.dimensions)),)
 
     def work() -> int:
@@ -40,29 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if all(math.isfinite(fit(points)[0]) for points in measured.values()) else 1
 
     return exit_status(options.out, work)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m attacks.growth", description=__doc__)
-    parser.add_argument("--dimensions", type=_dimensions, help="comma-separated, in place of both series")
-    parser.add_argument("--sigma", type=_sigma, default=SHIPPED_SIGMA, help="error, with --dimensions")
-    parser.add_argument("--seed", type=int, default=0, help="of the instances")
-    parser.add_argument("--out", type=Path, help="folder of growth.json")
-    return parser
-
-
-def _dimensions(text: str) -> list[int]:
-    found = [int(part) for part in text.split(",")]
-    if not all(4 <= dimension <= 160 for dimension in found):
-        raise argparse.ArgumentTypeError("expected dimensions from 4 to 160: larger ones take hours")
-    return found
-
-
-def _sigma(text: str) -> float:
-    found = float(text)
-    if not 0.5 <= found <= 2**28:
-        raise argparse.ArgumentTypeError("expected an error from 0.5 to 2^28")
-    return found
 
 
 def lines(sigma: float, measured: Sequence[Growth]) -> list[str]:

@@ -18,7 +18,6 @@ same under every mask. It does not look at timing.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -36,7 +35,7 @@ import torch
 from safetensors.torch import load, save
 
 from attacks.programs.providers import HonestOffer, HostileBundle
-from attacks.report.exit_status import exit_status
+from attacks.report.exit_status import exit_status, out_parser
 from attacks.victim import models
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
@@ -347,9 +346,7 @@ def lines(outcomes: Sequence[Outcome]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes overflow.json and overflow.md. Returns 1 if a fault told the data of the real tenant apart, or if the
     provider did not win against a control; 2 for a request that cannot be carried out; otherwise 0."""
-    parser = argparse.ArgumentParser(prog="python -m attacks.overflow", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("report"), help="folder of overflow.json and overflow.md")
-    options = parser.parse_args(arguments)
+    options = out_parser("overflow").parse_args(arguments)
     torch.set_num_threads(1)
     return exit_status(options.out, lambda: _measure_and_report(options.out))
 

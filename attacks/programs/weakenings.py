@@ -11,7 +11,6 @@ notice those weaknesses that they should. The exit status is 1 if not, and 2 for
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import tempfile
@@ -32,7 +31,7 @@ from attacks.adversaries.sparse_secret import SPARSE_SECRET
 from attacks.controls import ControlResult
 from attacks.controls.lattice import no_model, shared_error_control, sparse_secret_control
 from attacks.programs.providers import HonestOffer
-from attacks.report.exit_status import exit_status
+from attacks.report.exit_status import exit_status, out_parser
 from attacks.seen.view import Exchange, write_recording
 from attacks.victim import draws, models
 from attacks.victim.draws import Statistics, Watch
@@ -428,9 +427,7 @@ def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes weakenings.json and weakenings.md; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m attacks.weakenings", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("report"), help="folder of weakenings.json and weakenings.md")
-    options = parser.parse_args(arguments)
+    options = out_parser("weakenings").parse_args(arguments)
     torch.set_num_threads(1)
     return exit_status(options.out, lambda: _measure_and_report(options.out))
 

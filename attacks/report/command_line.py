@@ -10,6 +10,7 @@ masks.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import json
@@ -25,10 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attacks.controls import Control, ControlResult
-from attacks.report.catalogue import adversaries, controls, quick
 from attacks.report.exit_status import exit_status
-from attacks.seen.adversary import Adversary
-from attacks.victim import models
 from attacks.victim.tenant import KINDS
 from wire.errors import ConfigurationError
 
@@ -52,6 +50,7 @@ OTHER_PROGRAMS = {
 if TYPE_CHECKING:
     from attacks.report.evaluate import Case
     from attacks.report.table import Result
+    from attacks.seen.adversary import Adversary
     from attacks.seen.view import View
 
 
@@ -76,21 +75,41 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         parser.error("--view has no victim to look into: leave --draws out")
     if options.view is None and options.tenant is not None:
         parser.error("--tenant is for --view")
+    if options.list:
+        for name, summary in summaries(default).items():
+            print(f"{name:22} {summary}")
+        print("\nprograms of their own:")
+        for module, summary in OTHER_PROGRAMS.items():
+            print(f"python -m {module:19} {summary}")
+        return 0
+    from attacks.report.catalogue import quick  # after the parsing, since it loads torch
+    from attacks.victim import models
+
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the started processes, too
     try:
-        if options.list:
-            for one in adversaries(default):
-                print(f"{one.name:22} {one.summary}")
-            print("\nprograms of their own:")
-            for module, summary in OTHER_PROGRAMS.items():
-                print(f"python -m {module:19} {summary}")
-            return 0
         names = default if options.adversaries is None else options.adversaries
         if names is None and options.view is None and _model(options) in models.NAMES:
             names = quick()
         return exit_status(options.out, lambda: _run(options, names))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def summaries(names: str | None) -> dict[str, str]:
+    """Returns the summary of each adversary of the catalogue, or of those with the given comma-separated names, by its
+    name. They are read from the source files, since importing the catalogue loads torch."""
+    root = Path(__file__).parents[1]
+    made = {}
+    for path in sorted((root / "adversaries").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Adversary("):
+                name, summary = map(ast.literal_eval, getattr(node.value, "args", [])[:2])
+                made[ast.unparse(node.targets[0])] = name, summary
+    catalogue = ast.parse((root / "report" / "catalogue.py").read_text(encoding="utf-8"))
+    (listed,) = (node for node in catalogue.body if ast.unparse(node).startswith("CATALOGUE:"))
+    named = [each.id for each in ast.walk(listed) if isinstance(each, ast.Name)]
+    found = dict(made[each] for each in named if each in made)
+    return found if names is None else {each: found[each] for each in names.split(",")}
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
@@ -129,6 +148,8 @@ def _model(options: argparse.Namespace) -> str:
 
 
 def _run(options: argparse.Namespace, names: str | None) -> int:
+    from attacks.report.catalogue import adversaries
+
     chosen = adversaries(names)
     with _controls_beside(names) as results_of_controls:
         return attack_and_report(options, chosen, results_of_controls)
@@ -156,6 +177,8 @@ def _controls_beside(names: str | None) -> Iterator[Connection]:
 def _run_controls(results: Connection, names: str | None) -> None:
     import torch
 
+    from attacks.report.catalogue import controls
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit removes temporary folders, too
     torch.set_num_threads(1)
     with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of a library
@@ -177,6 +200,7 @@ def attack_and_report(options: argparse.Namespace, chosen: Sequence[Adversary], 
 
     from attacks.report import plots, table, verdict
     from attacks.truth.judge import kind_of
+    from attacks.victim import models
 
     shutil.rmtree(options.out / "stolen", ignore_errors=True)  # left by an earlier run
     model = _model(options)
@@ -309,7 +333,7 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
     from attacks.truth.secrets import Truth
-    from attacks.victim import profiles
+    from attacks.victim import models, profiles
     from attacks.victim.models import load_public
 
     if options.model is None or options.model in models.NAMES:

@@ -1,14 +1,31 @@
 """Runs the work of a command line. Before that it checks the output folder. A request that is impossible ends with one
-line of text. What transformers and PEFT say besides (progress bars, warnings about their own names) is not shown."""
+line of text. It also makes the parsers of programs, since arguments are parsed before torch is imported. What
+transformers and PEFT say besides (progress bars, warnings about their own names) is not shown."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from wire.errors import VeilbaseError
+
+
+def out_parser(program: str) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m attacks.PROGRAM` for a program whose only option is --out."""
+    parser = argparse.ArgumentParser(prog=f"python -m attacks.{program}", description=docstring_of(program))
+    out = Path("report")
+    parser.add_argument("--out", type=Path, default=out, help=f"folder of {program}.json and {program}.md")
+    return parser
+
+
+def docstring_of(program: str) -> str | None:
+    """Returns the docstring of a module of attacks/programs without importing the module, which loads torch."""
+    source = Path(__file__).parents[1] / "programs" / f"{program}.py"
+    return ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")))
 
 
 def exit_status(out: Path | None, work: Callable[[], int]) -> int:

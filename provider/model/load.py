@@ -55,8 +55,9 @@ def resolve(model: str) -> ModelSource:
     """Finds the model that `--model` names: a built-in model, a GGUF file, a Hugging Face folder or a hub id.
 
     Raises:
-        ConfigurationError: `model` is none of these, the built-in model is not installed, or the folder has no
-            config.json. Whether a hub id exists is found out by `load`.
+        ConfigurationError: `model` is none of these, the built-in model is not installed, the folder has no
+            config.json, or HF_HUB_OFFLINE forbids the download of a hub id that is not cached. Whether a hub id exists
+            is found out by `load`.
     """
     if model in BUILT_IN:
         file = BUILT_IN[model].find()
@@ -71,7 +72,30 @@ def resolve(model: str) -> ModelSource:
     # A name without an owner is most often a typing mistake, and to look it up takes a minute offline.
     if "/" not in model or _HUB_ID.fullmatch(model) is None or path.exists():
         raise _unknown(model)
+    if _is_offline() and not _is_cached(model):
+        raise _not_cached(model)
     return ModelSource(model, model)
+
+
+def _is_offline() -> bool:
+    """Returns whether HF_HUB_OFFLINE forbids downloads."""
+    from huggingface_hub.constants import is_offline_mode
+
+    return bool(is_offline_mode())
+
+
+def _is_cached(hub_id: str) -> bool:
+    """Returns whether any file of a hub id is cached here."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE, "models--" + hub_id.replace("/", "--")).is_dir()
+
+
+def _not_cached(hub_id: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot find the model {hub_id[:200]!r}: it is neither a path nor cached here, and HF_HUB_OFFLINE=1, which "
+        "the commands set by default, forbids downloads: name a folder or a GGUF file, or set HF_HUB_OFFLINE=0"
+    )
 
 
 def _unknown(model: str) -> ConfigurationError:
@@ -144,7 +168,7 @@ def _load_tokenizer(source: ModelSource) -> Any | None:
 
 def _not_loaded(source: ModelSource, exc: Exception) -> ConfigurationError:
     if source.location == source.model_id and isinstance(exc, OSError):
-        return _unknown(source.model_id)
+        return _not_cached(source.model_id) if _is_offline() else _unknown(source.model_id)
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()] or [type(exc).__name__]
     return ConfigurationError(f"cannot load the model {source.model_id!r}: {lines[0][:300]}")
 

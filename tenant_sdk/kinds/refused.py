@@ -6,6 +6,7 @@ that is not listed, and that reads the base weight, gets the error of tenant_sdk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,8 @@ _VARIANTS: Mapping[str, str] = {
     "kasa_config": f"KaSA changes the base weight, {_WHOLE}: use LoRA with 'pissa_niter_8'",
 }
 """The sentences for settings of LoRA that are refused when they are on."""
+_RANKS = ("r", "init_r", "target_r")
+"""The settings of PEFT's kinds that are ranks, where 0 has no meaning of its own."""
 _CHANGED_BASE = (
     "was started by {how!r}, which changes base weights: save it again as plain LoRA where the weights are, by "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -83,19 +86,42 @@ def check_trainable(config: Any) -> None:
     reason = KINDS.get(kind) or TASKS.get(kind) or LOSSES.get(kind) or _reason_of_settings(kind, config)
     if reason is not None:
         raise ConfigurationError(reason)
-    _check_effect(config)
+    check_values(vars(config))
 
 
-def _check_effect(config: Any) -> None:
-    """Refuses settings under which a run would train nothing, or nothing that has an effect."""
-    if getattr(config, "inference_mode", False):
+def check_values(settings: Mapping[str, Any]) -> None:
+    """Refuses settings of PEFT under which a run would train nothing, or nothing that has an effect. This needs neither
+    PEFT nor torch.
+
+    Args:
+        settings: values by name, as in a PeftConfig or in `peft_config` of a recipe.
+
+    Raises:
+        ConfigurationError: a rank is no positive whole number, an alpha is not positive, a dropout is not from 0 to
+            below 1, or the adapter would not be trained.
+    """
+    if settings.get("inference_mode"):
         raise ConfigurationError("inference_mode of peft_config makes an adapter that is not trained: leave it out")
-    for name, value in vars(config).items():
+    is_oft = settings.get("peft_type") == "OFT"  # it takes either r or oft_block_size, and the other one is 0
+    for name, value in settings.items():
+        if name in _RANKS and value is not None and not (is_oft and value == 0):
+            _check_rank(name, value)
+        if name == "rank_pattern" and isinstance(value, Mapping):
+            for each in value.values():
+                if not isinstance(each, list):  # AdaLoRA's pattern has a list for each layer
+                    _check_rank("a rank in rank_pattern", each)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and name.endswith("alpha") and value == 0:
-            raise ConfigurationError(f"{name}=0 in peft_config makes an adapter without effect: choose another number")
+        if is_number and name.endswith("alpha") and not 0 < value < math.inf:
+            raise ConfigurationError(f"{name} of peft_config must be positive, got {value}")
         if is_number and name.endswith("dropout") and not 0 <= value < 1:
             raise ConfigurationError(f"{name} of peft_config must be from 0 to below 1, got {value}")
+
+
+def _check_rank(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):  # a recipe's value is not quoted
+        raise ConfigurationError(f"{name} of peft_config must be a whole number, got {type(value).__name__}")
+    if value < 1:
+        raise ConfigurationError(f"{name} of peft_config must be positive, got {value}")
 
 
 def check_loadable(name: str, config: Any) -> None:

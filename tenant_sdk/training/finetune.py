@@ -209,8 +209,6 @@ def finetune(
         if options.memory_budget_mb is not None:
             raise ConfigurationError("memory_budget_mb with window_tokens needs checkpointing='replies'")
         mode = None
-    if options.max_length is not None and options.max_length < 1:
-        raise ConfigurationError(f"max_length must be positive, got {options.max_length}")
     output_dir = Path(output_dir)
     check_output(output_dir, options.overwrite)
     if options.report_to is not None:

@@ -26,7 +26,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from runtime.command_line import instead
+from runtime.command_line import instead, plain_message
+from tenant_sdk.kinds.refused import check_values
 from tenant_sdk.training.checkpoints import check_output, check_writable
 from tenant_sdk.training.dataset import load_rows, one_line
 from tenant_sdk.training.settings import FinetuneOptions
@@ -180,7 +181,7 @@ def load_recipe(kind: Any, flags: Mapping[str, Any], config: Path | None) -> Any
         recipe = kind.model_validate({**values, **given})
     except ValidationError as exc:  # `from None`: the exception's text quotes the value
         first = exc.errors(include_url=False, include_input=False)[0]
-        raise ConfigurationError(f"{where}{first['loc'][0]}: {first['msg'].lower()}") from None
+        raise ConfigurationError(f"{where}{first['loc'][0]}: {plain_message(first['msg'])}") from None
     if recipe.data is None:
         raise ConfigurationError("name a data set: tenant finetune DATA, or data: in the recipe of --config")
     if recipe.output_dir is None:
@@ -251,8 +252,11 @@ def check_recipe_early(recipe: Recipe) -> None:
     options = recipe.options()
     options.check()
     options.check_effect(recipe.given())
+    if recipe.rank is not None and recipe.rank < 1:
+        raise ConfigurationError(f"rank must be positive, got {recipe.rank}")
     if recipe.peft_config is not None:
         check_peft_keys(recipe.peft_config)
+        check_values(recipe.peft_config)
     if recipe.output_dir is not None:
         check_output(recipe.output_dir, options.overwrite)
     if options.log_dir is not None:

@@ -263,12 +263,13 @@ class FinetuneOptions:
         """Raises ConfigurationError for an impossible value; callers must call this method before they send rows or
         write files."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
-        optional = ("max_steps", "window_tokens", "eval_steps", "early_stopping_steps")
+        optional = ("max_steps", "max_length", "window_tokens", "eval_steps", "early_stopping_steps")
         positive += ("learning_rate", "dpo_beta", *(name for name in optional if getattr(self, name) is not None))
         for name in positive:
             if not 0 < getattr(self, name) < math.inf:  # a NaN fails this too
                 raise ConfigurationError(f"{name} must be positive, got {getattr(self, name)}")
-        more = ("weight_decay", "max_grad_norm", "seed", "early_stopping_threshold")
+        more: tuple[str, ...] = ("weight_decay", "max_grad_norm", "seed", "early_stopping_threshold")
+        more += ("memory_budget_mb",) if isinstance(self.memory_budget_mb, int | float) else ()
         for name in ("warmup_steps", *more):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigurationError(f"{name} must be a finite number from 0, got {getattr(self, name)}")

@@ -136,8 +136,15 @@ BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
         ),
         ("serve --config FOLDER/none.yaml", "expected a settings file, found none at 'FOLDER/none.yaml'"),
         ("serve --config FOLDER/bad.yaml", "'FOLDER/bad.yaml' is not a YAML file of settings, see line 2"),
-        ("serve --config FOLDER/unknown.yaml", "'prt' is no setting: the nearest is port"),
-        ("serve --config FOLDER/range.yaml", "setting port: input should be less than or equal to 65535"),
+        ("serve --config FOLDER/unknown.yaml", "FOLDER/unknown.yaml: 'prt' is no setting: the nearest is port"),
+        (
+            "serve --config FOLDER/range.yaml",
+            "FOLDER/range.yaml: setting port: input should be less than or equal to 65535",
+        ),
+        (
+            "serve --config FOLDER/range.yaml --port 70000",
+            "setting port: input should be less than or equal to 65535",
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(
@@ -157,7 +164,7 @@ def test_a_setting_that_cannot_be_is_one_line(
     [
         ("serve --port x", "Invalid value for '--port'"),
         ("serve --drain-s soon", "Invalid value for '--drain-s'"),
-        ("serve --weights int4", "'int4' is not one of 'int8', 'native'"),
+        ("serve --weights int4", "'--weights': 'int4' is not one of 'int8', 'native'"),
         ("serve --batching all", "'all' is not one of"),
         ("serve --no-tls", "No such option: --no-tls"),
         ("serve --tls=1", "'--tls' does not take a value"),

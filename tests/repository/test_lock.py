@@ -104,6 +104,13 @@ def test_torch_is_locked_for_each_known_build() -> None:
     assert len(WHOLE["torch"].hashes) > 20
 
 
+def test_the_image_has_the_python_of_which_the_lock_knows_torchs_build_for_cpus() -> None:
+    first = re.search(r"^FROM (\S+)$", (ROOT / "docs/deploy/Containerfile").read_text(), re.MULTILINE)
+    assert first is not None
+    assert first[1] == "python:3.11-slim"
+    assert "CPU build for Python\n3.11 on Linux" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
 def test_what_torch_needs_is_read_without_its_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     said = ["Jinja2", "nvidia_cublas==13.1; platform_system == 'Linux'", 'optree>=0.13.0; extra == "optree"']
     monkeypatch.setattr(lock.metadata, "requires", lambda _: said)

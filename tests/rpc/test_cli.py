@@ -16,12 +16,14 @@ import torch
 from typer.testing import CliRunner
 
 from provider.cli import app
+from provider.config import ProviderSettings
 from provider.identity.authority import UnknownTenant
 from provider.operations.usage import FILE_NAME
+from provider.serve import serve
 from tests.support.commands import Serving, one_line_error, run
 from tests.support.ring_products import CALL
 from tests.support.waiting import WAIT_S
-from wire.errors import NotPermitted, VeilbaseError
+from wire.errors import ConfigurationError, NotPermitted, VeilbaseError
 from wire.payload import RowsPayload
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
@@ -168,20 +170,67 @@ def test_what_typer_refuses_is_usage_and_exit_code_2(arguments: list[str]) -> No
     assert "Traceback" not in done.stderr
 
 
-def test_a_wrong_model_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
-    code = f"""
-import sys
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--model", "no-such-model"], "cannot find the model 'no-such-model'"),
+        (["--model", "no-such/model"], "which the commands set by default, forbids downloads"),
+        (["--port", "TAKEN"], "cannot listen on 127.0.0.1:TAKEN: is it in use"),
+        (["--tls", "--tensor-port", "TAKEN"], "port TAKEN, for tensors: is it in use"),
+        (["--metrics-port", "TAKEN"], "cannot listen on 127.0.0.1:TAKEN for metrics"),
+        (["--health-port", "TAKEN"], "cannot listen on 127.0.0.1:TAKEN for health"),
+        (["--host", "192.0.2.1", "--tls"], "not an address of this machine"),
+    ],
+    ids=str,
+)
+def test_a_mistake_of_serve_is_told_before_torch_is_loaded(
+    words: list[str], expected: str, model: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        taken = str(listening.getsockname()[1])
+        rest = [*(["--port", "0"] if "--port" not in words else []), "--state", str(tmp_path)]
+        rest += [] if "--model" in words else ["--model", str(model)]
+        code = f"""
+import os, sys
+os.environ.pop("HF_HUB_OFFLINE", None)
 from provider import cli
-sys.argv = ["provider", "serve", "--model", "no-such-model", "--port", "0", "--state", {str(tmp_path)!r}]
+sys.argv = ["provider", "serve", *{[word.replace("TAKEN", taken) for word in words]}, *{rest}]
 try:
     cli.main()
 except SystemExit as ended:
     assert ended.code == 1
 assert not {{'torch', 'transformers'}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "cannot find the model 'no-such-model'" in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert expected.replace("TAKEN", taken) in line
+
+
+@pytest.mark.parametrize("port", [18443, 0])
+def test_a_tenant_that_is_enrolled_while_the_provider_starts_gets_its_endpoint(
+    port: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Server` is made after torch was imported, and before the model is loaded: the URL is written before that."""
+
+    def stopped(*_: object) -> None:
+        raise ConfigurationError("as far as needed")
+
+    monkeypatch.setattr("provider.net.server.Server", stopped)
+    # 18443 may be taken on this machine, and the others would change this process
+    for name in ("check_ports", "share_one_heap", "raise_file_limit", "refuse_tls_1_2", "signal.signal"):
+        monkeypatch.setattr(f"provider.serve.{name}", lambda *_: None)
+    state = tmp_path / "state"
+    with pytest.raises(ConfigurationError, match="as far as needed"):
+        serve(ProviderSettings(model=str(model), tls=True, port=port, state=state))
+    arguments = ["enroll", "acme", "--out", str(tmp_path / "acme"), "--state", str(state)]
+    done = CliRunner().invoke(app, arguments)
+    if port:
+        assert (tmp_path / "acme" / "endpoint").read_text() == f"grpcs://127.0.0.1:{port}\n"
+    else:
+        assert isinstance(done.exception, ConfigurationError)
+        assert "has no port yet" in str(done.exception)
+        assert not (tmp_path / "acme").exists()
 
 
 def test_the_registrys_commands_do_not_wait_for_torch(tmp_path: Path) -> None:

@@ -7,14 +7,14 @@ import sys
 import threading
 from collections.abc import Iterable
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from provider import cli as provider_cli
-from runtime.command_line import instead, nearest, told_if_slow
+from runtime.command_line import Command, instead, nearest, plain_message, told_if_slow
 from tenant_sdk import cli as tenant_cli
 from tests.support.waiting import comes
 
@@ -159,3 +159,16 @@ def test_what_takes_long_is_told_once() -> None:
     with told_if_slow("silent", None, 0.0):
         pass
     assert said == ["loading ..."]
+
+
+def test_pydantics_words_before_a_message_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    app = typer.Typer(add_completion=False)
+
+    @app.command(cls=Command)
+    def run(how: Annotated[Literal["a", "b"], typer.Option()] = "a") -> None:
+        pass
+
+    with pytest.raises(SystemExit):
+        app(["--how", "c"])
+    assert "'--how': 'c' is not one of" in capsys.readouterr().err
+    assert plain_message("Value error, write a number") == "write a number"

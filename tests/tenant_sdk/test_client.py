@@ -562,7 +562,7 @@ def test_steps_that_take_long_are_told(chat_folder: Path, tmp_path: Path, monkey
         told = capsys.readouterr().err
         for line in (
             f"connecting to {url} ...",
-            f"reading the trusted checkpoint {chat_folder} ...",
+            f"comparing with the trusted checkpoint {chat_folder} ...",
             "making the model ...",
         ):
             assert (line in told.splitlines()) == progress

@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
     (tmp_path / "wrong.jsonl").write_text(json.dumps({"x": 1}))
     (tmp_path / "rank.yaml").write_text("peft_config: {rank: 8}")
+    (tmp_path / "zero.yaml").write_text("peft_config: {r: 0}")
     (tmp_path / "adapters" / "there").mkdir(parents=True)
     (tmp_path / "adapters" / "there" / "adapter_config.json").write_text("{}")
     return tmp_path
@@ -70,6 +71,12 @@ def told(folder: Path, command: str, url: str = "", heavy: set[str] = HEAVY) -> 
         ("finetune rows.jsonl --eval-data nowhere.csv --output new", "there is no file nowhere.csv"),
         ("finetune rows.jsonl --output adapters/there", "adapters/there holds an adapter already"),
         ("finetune rows.jsonl --output new --max-steps 0", "max_steps must be positive, got 0"),
+        ("finetune rows.jsonl --output new --rank 0", "rank must be positive, got 0"),
+        ("finetune rows.jsonl --output new --max-length -1", "max_length must be positive, got -1"),
+        ("finetune rows.jsonl --output new --memory-budget-mb -1", "memory_budget_mb must be a finite number from 0"),
+        ("finetune rows.jsonl --output new --config zero.yaml", "r of peft_config must be positive, got 0"),
+        ("generate hi --max-new-tokens 0", "max_new_tokens must be a positive whole number, got 0"),
+        ("chat --max-new-tokens -1", "max_new_tokens must be a positive whole number, got -1"),
         ("finetune rows.jsonl --output new --mask latice", "latice"),
         ("finetune rows.jsonl --output new --config rank.yaml", "peft_config: 'rank' is no option: the nearest is r"),
         (

@@ -134,3 +134,13 @@ def test_in_a_terminal_a_bar_shows_both_times(capsys: pytest.CaptureFixture[str]
         report(1, 3)
     assert "0:01:02" in screen.getvalue()
     assert capsys.readouterr().err == ""
+
+
+def test_without_a_terminal_the_end_prints_no_empty_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    console = plain()
+    bar = ProgressBar(console=console)
+    bar.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=1), None)
+    bar.on_train_end(None, SimpleNamespace(global_step=1, max_steps=1), None)
+    bar.stop()
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    assert "" not in capsys.readouterr().err.splitlines()

@@ -374,7 +374,8 @@ def test_virtual_tokens_that_cannot_be(chat_client: Any, tmp_path: Path, count: 
     ("changes", "text"),
     [
         ({"inference_mode": True}, "inference_mode of peft_config makes an adapter that is not trained"),
-        ({"lora_alpha": 0}, "lora_alpha=0 in peft_config makes an adapter without effect"),
+        ({"lora_alpha": 0}, "lora_alpha of peft_config must be positive, got 0"),
+        ({"r": -3}, "r of peft_config must be positive, got -3"),
         ({"lora_dropout": 1.0}, "lora_dropout of peft_config must be from 0 to below 1, got 1.0"),
     ],
     ids=str,
