@@ -91,7 +91,7 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
     matrix = _rows(matrix, rank * degree)
     features, half = matrix.shape[1], degree // 2
     made = torch.empty(-(-features // LANES), rank, half, 2, LANES, dtype=torch.float64, device="cpu")
-    table = _table(half)
+    table = table_of(half)
     _loaded().veilbase_transform(
         matrix.data_ptr(), matrix.stride(0), rank, degree, features, table.place, made.data_ptr()
     )
@@ -116,7 +116,7 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
     num_blocks, rank, degree = secrets.shape
     _check_degree(degree)
     made = torch.empty(num_blocks, rank, degree // 2, 2, dtype=torch.float64, device="cpu")
-    scratch, table = _scratch(degree * LANES), _table(degree // 2)
+    scratch, table = _scratch(degree * LANES), table_of(degree // 2)
     _loaded().veilbase_transform_secrets(
         secrets.data_ptr(), num_blocks * rank, degree, table.place, made.data_ptr(), scratch.data_ptr()
     )
@@ -210,7 +210,7 @@ class Combiner:
         if not is_right or two != 2 or num_blocks == 0 or half <= 0 or half & (half - 1):
             raise ConfigurationError("expected transforms of secrets")
         self._shape, self._secrets = (num_blocks, rank, 2 * half), secrets_hat
-        self._table = _table(half)
+        self._table = table_of(half)
         self._num_doubles = self._library.veilbase_mask_scratch(num_blocks, rank, 2 * half)
 
     def by_transforms(
@@ -342,7 +342,7 @@ class _Table:
         self.place, self.size = int(self._numbers.ctypes.data), self._numbers.size
 
 
-_table = functools.cache(_Table)
+table_of = functools.cache(_Table)
 
 
 @functools.cache

@@ -70,7 +70,7 @@ _CHUNK_BYTES = 3 << 20
 """Bytes of the working set of one chunk of features. Values of 2 to 4 MiB were equally fast on a 2-core machine with 1
 MiB of L2 cache per core."""
 
-_LEAST_FEATURES, _MOST_FEATURES = 64, 256
+LEAST_FEATURES, MOST_FEATURES = 64, 256
 """The fewest and the most features that a thread takes at a time in the compiled form. A call from Python takes some
 20 µs, and 64 features of one block 120 µs."""
 
@@ -440,9 +440,9 @@ def _as_columns(matrix: torch.Tensor | Columns) -> Columns:
 
 def _compiled_chunks(features: int) -> list[tuple[int, int]]:
     """Returns the bounds (start, stop) of chunks of features for the compiled form. Each size but the last is a
-    multiple of `kernels.WIDTH`. Each thread takes about two chunks, within `_LEAST_FEATURES` and `_MOST_FEATURES`."""
+    multiple of `kernels.WIDTH`. Each thread takes about two chunks, within `LEAST_FEATURES` and `MOST_FEATURES`."""
     each = -(-features // (2 * get_num_threads()))
-    size = -(-min(max(each, _LEAST_FEATURES), _MOST_FEATURES) // kernels.WIDTH) * kernels.WIDTH
+    size = -(-min(max(each, LEAST_FEATURES), MOST_FEATURES) // kernels.WIDTH) * kernels.WIDTH
     return [(start, min(start + size, features)) for start in range(0, features, size)]
 
 

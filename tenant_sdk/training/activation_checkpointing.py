@@ -496,7 +496,7 @@ _SPARE_DISK_BYTES = 256 << 20
 """What is left of the disk for checkpoints if replies need not be there."""
 _SHARE_OF_MEMORY = 0.5
 """The part of the free memory that a run may use if the tenant names no budget."""
-_TRIM_SHARE = 0.02
+TRIM_SHARE = 0.02
 """The part of the time that `give_pages_back` may take. It takes about 12 ms in a heap of some hundred MB."""
 _trim_lock = threading.Lock()
 _next_trim = 0.0
@@ -662,7 +662,7 @@ def give_pages_back() -> None:
     Each run of a transformer's block ends with this. Then the tensors of the next run take pages anew, but only once,
     however often they are freed within the run. With thresholds at which malloc gives back each tensor's pages
     (`mallopt`), page faults made a step half as slow again. The call does nothing while the calls before it took more
-    than `_TRIM_SHARE` of the time, or while another thread is in it.
+    than `TRIM_SHARE` of the time, or while another thread is in it.
     """
     global _next_trim
     trim = glibc_malloc_trim()
@@ -672,7 +672,7 @@ def give_pages_back() -> None:
         began = time.monotonic()
         trim(0)
         now = time.monotonic()
-        _next_trim = now + (now - began) / _TRIM_SHARE
+        _next_trim = now + (now - began) / TRIM_SHARE
     finally:
         _trim_lock.release()
 

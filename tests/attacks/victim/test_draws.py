@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -276,7 +277,14 @@ def test_the_error_is_what_the_mask_has_beside_its_secret(tmp_path: Path) -> Non
 
 def test_an_error_that_is_lost_behind_the_sampler_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     combine = negacyclic.combine
-    monkeypatch.setattr(negacyclic, "combine", lambda matrix, secrets, error=None, out=None: combine(matrix, secrets))
+
+    def without(
+        matrix: Any, secrets: torch.Tensor, hint: Any, draw: Callable[..., torch.Tensor], parameters: Any
+    ) -> tuple[Any, Any]:
+        draw((len(secrets), parameters.ring_degree, matrix.features))
+        return combine(matrix, secrets), negacyclic.product(hint, secrets, parameters)
+
+    monkeypatch.setattr(negacyclic, "masks_and_effects", without)
     _, checks = look(tmp_path)
     assert "mean square of a block's errors" in {one.name for one in checks if one.is_alarm}
 

@@ -208,7 +208,7 @@ def test_a_table_is_kept_by_whoever_uses_it(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(kernels, "twiddles", slow)
     with ThreadPoolExecutor(2) as pool:
-        tables = [each.result() for each in [pool.submit(kernels._table, 8) for _ in range(2)]]
+        tables = [each.result() for each in [pool.submit(kernels.table_of, 8) for _ in range(2)]]
     assert tables[0] is not tables[1]
     for each in tables:
         kept = np.ctypeslib.as_array((ctypes.c_double * each.size).from_address(each.place))

@@ -106,7 +106,7 @@ def test_the_script_is_independent_of_what_it_tests() -> None:
 def _many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes chunks as small as for 64 threads: eight features in each, or sixteen in the compiled form."""
     monkeypatch.setattr(negacyclic, "get_num_threads", lambda: 64)
-    monkeypatch.setattr(negacyclic, "_LEAST_FEATURES", 16)
+    monkeypatch.setattr(negacyclic, "LEAST_FEATURES", 16)
 
 
 # against the schoolbook

@@ -137,7 +137,7 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns the list of the calls of `malloc_trim`, which is replaced by a function that takes no time."""
     calls: list[int] = []
     monkeypatch.setattr(activation_checkpointing, "_next_trim", 0.0)
-    monkeypatch.setattr(activation_checkpointing, "_TRIM_SHARE", 1e6)  # every call is made, however fast they follow
+    monkeypatch.setattr(activation_checkpointing, "TRIM_SHARE", 1e6)  # every call is made, however fast they follow
     monkeypatch.setattr(activation_checkpointing, "glibc_malloc_trim", lambda: calls.append)
     return calls
 
@@ -145,7 +145,7 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_pages_go_back_as_often_as_it_is_worth_its_time(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter((1.0, 1.0, 1.5, 2.0, 10.9, 11.6, 11.6, 11.7))
     monkeypatch.setattr(activation_checkpointing, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    monkeypatch.setattr(activation_checkpointing, "_TRIM_SHARE", 0.05)
+    monkeypatch.setattr(activation_checkpointing, "TRIM_SHARE", 0.05)
     for expected in (1, 1, 1, 2):  # the first call took half a second, so the next may come ten seconds later
         activation_checkpointing.give_pages_back()
         assert len(trims) == expected
