@@ -279,6 +279,9 @@ def compare_kinds() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["kinds"]:
+        argparse.ArgumentParser("python -m benchmarks.adapters kinds", description=compare_kinds.__doc__).parse_args(
+            sys.argv[2:]
+        )
         compare_kinds()
     else:
         main()

@@ -423,6 +423,9 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["remote"]:
         remote(*sys.argv[2:])
     elif sys.argv[1:2] == ["kept"]:
+        argparse.ArgumentParser("python -m benchmarks.serving kept", description=compare_kept.__doc__).parse_args(
+            sys.argv[2:]
+        )
         compare_kept()
     else:
         main()

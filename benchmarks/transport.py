@@ -513,6 +513,9 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["sockets"]:
         serve_sockets(*sys.argv[2:])
     elif sys.argv[1:2] == ["ipc"]:
+        argparse.ArgumentParser("python -m benchmarks.transport ipc", description=run_sockets.__doc__).parse_args(
+            sys.argv[2:]
+        )
         report_sockets(run_sockets())
     else:
         main()
