@@ -372,7 +372,7 @@ ERRORLESS = """
 SHARING = """
     import collections, threading, torch
     from noise import sampling
-from noise.masks import lattice
+    from noise.masks import lattice
     lock, where, counts, secrets = threading.Lock(), threading.local(), collections.Counter(), []
     make, ternary = lattice.Lattice._make_blocks, sampling.ternary
     def make_blocks(self, group, direction, *arguments):
