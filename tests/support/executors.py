@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -57,16 +58,9 @@ class Gate:
         self.batches.append((call, count_rows(rows)))
         return self._served_model.compute(call, rows)
 
-    def submit(
-        self,
-        rows: Rows,
-        call: Call = CALL,
-        tenant: str = "acme",
-        kind: RequestClass = RequestClass.FINETUNE,
-        seconds: float = 60.0,
-    ) -> Answer:
-        """Submits a request for a product, as a tenant's session does."""
-        answer = Answer(rows, call, tenant, kind, seconds)
+    def submit(self, rows: Rows, *about: Any, **named: Any) -> Answer:
+        """Submits a request for a product, as a tenant's session does; see `Answer` for what may be said about it."""
+        answer = Answer(rows, *about, **named)
         self.executor.submit(answer.request)
         return answer
 
