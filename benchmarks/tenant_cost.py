@@ -82,9 +82,13 @@ class Making:
 
         degree, rank = self._parameters.ring_degree, self._parameters.rank
         secrets_hat = negacyclic.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
-        error = sampling.error(self._rng, (num_blocks, degree, self._size), self._parameters)
-        negacyclic.combine(self._public, secrets_hat, error)
-        negacyclic.product(self._hint, secrets_hat, self._parameters)
+        negacyclic.masks_and_effects(
+            self._public,
+            secrets_hat,
+            self._hint,
+            lambda shape: sampling.error(self._rng, shape, self._parameters),
+            self._parameters,
+        )
 
 
 def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
