@@ -99,6 +99,8 @@ def test_files_and_modules_that_pages_name_are_there(page: Path) -> None:
     names = {file.name for folder in (*PACKAGES, "docs") for file in (ROOT / folder).rglob("*.*")}
     names |= {"setup.py", "lock.py"}
     text = prose(page)
+    if page.name == "upgrade.md":
+        text = re.sub(r"^\|[^|\n]*\|", "|", text, flags=re.MULTILINE)  # the first column has what was there before
     assert text.count("`") % 2 == 0
     quoted = "\n".join(re.findall(r"`([^`]+)`", text))
     for path in re.findall(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)}|docs)/[\w./-]*", text):
