@@ -70,6 +70,7 @@ _POSITIVE = Option("a whole number from 1", lambda value: _is_count(value, 1))
 _POOL = {
     "pool_bytes": Option(f"{_BYTES.expected}, or None", lambda value: value is None or _is_count(value)),
     "background": _SWITCH,
+    "pool": Option("'memory' or 'disk'", lambda value: isinstance(value, str) and value in ("memory", "disk")),
 }
 
 OPTIONS: Mapping[str, Mapping[str, Option]] = {

@@ -197,22 +197,29 @@ def make_plan(
     )
 
 
+def mask_options(parameters: str | None, pool: str | None) -> dict[str, Any]:
+    """Returns the options of a mask that a command's flags name."""
+    given = {"parameters": parameters, "pool": pool}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def check_early(
-    *, urls: Sequence[str], identities: Sequence[Path | None], mask: str, parameters: str | None, verify: str | None,
-    tokenizer: str | None, pad_rows: int | None, accept_changes: Sequence[str], peer_uid: int | None,
+    *, urls: Sequence[str], identities: Sequence[Path | None], mask: str, parameters: str | None, pool: str | None,
+    verify: str | None, tokenizer: str | None, pad_rows: int | None, accept_changes: Sequence[str],
+    peer_uid: int | None,
 ) -> None:  # fmt: skip
     """Checks a command's options as far as that is possible without torch and without the network, so that a mistake is
     told at once. It says nothing that `make_plan` and a session would not say later.
 
     Args:
         urls, identities: one URL and one identity, or None, for each provider.
-        parameters: the name of the lattice mask's parameters.
+        parameters, pool: the options of the mask that the commands have.
         mask, verify, tokenizer, pad_rows, accept_changes, peer_uid: see `TenantClient`.
 
     Raises:
         ConfigurationError, WeakParameters: an option is impossible, or a file that it names is not there.
     """
-    _check_mask(mask, {} if parameters is None else {"parameters": parameters})
+    _check_mask(mask, mask_options(parameters, pool))
     check_num_providers(mask, len(urls))
     if parameters is not None:
         choose(parameters, False)

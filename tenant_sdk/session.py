@@ -254,6 +254,7 @@ def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
         offered=("ring", "float"),
         open_ledger=lambda: _open_ledger(plan, identity),
         hints_folder=(plan.cache or default_cache()) / "hints",
+        pool_folder=(plan.cache or default_cache()) / "masks",
         num_providers=len(plan.urls),
         verified=plan.verify is not None,
         mask_device=plan.mask_device,

@@ -28,6 +28,7 @@ import torch
 from noise import sampling
 from noise.blocks.arena import copied
 from noise.blocks.pool import DEFAULT_BYTES, Block, Key, MaskPool
+from noise.blocks.row_file import RowFile
 from noise.blocks.slots import Slots, SlotsExhausted
 from noise.hints.file import Hint
 from noise.hints.store import HintKey, HintStore
@@ -101,6 +102,7 @@ class Lattice:
         limits: Limits | None = None,
         features: int = 0,
         device: torch.device | None = None,
+        file: RowFile | None = None,
     ) -> None:
         """Makes a mask without any rows yet. Each hint is fetched when it is first needed.
 
@@ -115,6 +117,7 @@ class Lattice:
             features: see `MaskPool`.
             device: where masks and effects are computed, by `DeviceProducts`; None for the CPU, by
                 noise/polynomial/negacyclic.py. They stay where they are made.
+            file: see `MaskPool`; not with a device.
         """
         self.parameters = parameters
         self.polynomials: Any = negacyclic if device is None else DeviceProducts(device)
@@ -132,7 +135,7 @@ class Lattice:
         degree = parameters.ring_degree
         # A hint that is not stored would be fetched again for every piece.
         least_rows = degree // MOST_PIECES if self.keeps_hints else None
-        self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear)
+        self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear, file)
 
     def bind(self, effect_path: EffectPath) -> None:
         self._effect_path = effect_path

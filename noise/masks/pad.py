@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.blocks.row_file import RowFile
 from noise.blocks.slots import Slots
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
 from noise.staging import on_device, on_host
@@ -46,6 +47,7 @@ class Pad:
         background: bool = True,
         on_close: Callable[[], None] = lambda: None,
         features: int = 0,
+        file: RowFile | None = None,
     ) -> None:
         """Makes a mask whose pool holds no pads yet.
 
@@ -55,10 +57,10 @@ class Pad:
             pool_bytes: the most bytes of pads and effects made ahead.
             background: whether a worker thread makes them.
             on_close: called by `close`; closes the ledger.
-            features: see `MaskPool`.
+            features, file: see `MaskPool`.
         """
         self._weight_of, self._fresh_seed, self._on_close = weight_of, fresh_seed, on_close
-        self.pool = MaskPool(self._make, BLOCK_ROWS, pool_bytes, background, LEAST_ROWS, features)
+        self.pool = MaskPool(self._make, BLOCK_ROWS, pool_bytes, background, LEAST_ROWS, features, file=file)
 
     def bind(self, effect_path: EffectPath) -> None:
         """Does nothing, since this mask needs no effects from the provider."""

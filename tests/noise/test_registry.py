@@ -131,7 +131,7 @@ def test_the_pools_size_follows_where_masks_are(
     where = None if device is None else torch.device(device)
     make_scheme("lattice", None, options, replace(setting("lattice", tmp_path), mask_device=where))
     assert size in made[0]
-    assert made[0][-1] == where
+    assert made[0][-2:] == (where, None)
 
 
 @pytest.mark.parametrize(
