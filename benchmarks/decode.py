@@ -2,13 +2,20 @@
 
 Rows are sent without a mask or with the mask `lattice`, whose masks for a run are made before the clock starts. No
 masks are made in the background, so that no run uses the processor during another run.
+
+`python -m benchmarks.decode pools` compares `pool="memory"` with `pool="disk"`, on two blocks of Llama-2-7B's shape
+with random weights. Masks for the run are made before the clock starts, so many that none are made during it; with a
+file, its reader reads ahead.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +32,12 @@ VARIANTS = {
     "lattice, masks ready": ("", "lattice"),
     "lattice, masks ready, by ipc": ("ipc", "lattice"),
 }
+
+POOLS = ("memory", "disk", "disk, not in the page cache")
+POOL_BYTES = 500_000_000
+"""The size of a pool of `pools`: 950 tokens of 526 kB, which are more than the masks of a run and a block of 512."""
+ENOUGH_TOKENS = 400
+"""The tokens for which masks are ready before a run of `pools`. A pool makes new ones when 256 are left."""
 
 
 def decode_of(model: Any, vocabulary: int = 40_000) -> Callable[[], Any]:
@@ -58,6 +71,64 @@ def remote(url: str, folder: str, mask: str) -> None:
         serve_worker(decode_of(client.load_model()), prepare)
 
 
+def pooled(url: str, folder: str, pool: str) -> None:
+    """Runs one tenant that decodes with a pool in memory or on disk, as a `Worker` process."""
+    import tenant_sdk
+
+    tenant_sdk.tune()
+    where, _, is_cold = pool.partition(", ")
+    options = {"pool": where, "pool_bytes": POOL_BYTES}
+    with tenant_sdk.TenantClient(
+        url, identity=Path(folder) / "bench", mask="lattice", mask_options=options, cache=folder
+    ) as client:
+        client.fetch_hints()
+
+        def prepare() -> None:
+            client.prepare(ENOUGH_TOKENS)
+            if is_cold:
+                drop_unnamed_files()
+
+        serve_worker(decode_of(client.load_model(), 255), prepare)
+
+
+def drop_unnamed_files() -> None:
+    """Writes this process's files without a name to the disk, and drops them from the page cache."""
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(entry).endswith("(deleted)"):
+                os.fsync(int(entry.name))
+                os.posix_fadvise(int(entry.name), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def make_wide(folder: Path, num_blocks: int) -> None:
+    """Makes a checkpoint of Llama-2-7B's shape with a few blocks and random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=num_blocks,
+        num_attention_heads=32, tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def run_pools(repeats: int, names: Sequence[str] = POOLS, num_blocks: int = 2) -> dict[str, Any]:
+    """Measures decoding with some of POOLS, memory first. Returns the median seconds of each run, and its median ratio
+    to the first run."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        make_wide(Path(folder), num_blocks)
+        where = Providers(stack).of("", "--model", folder)
+        for weights in Path(folder).glob("*.safetensors"):
+            weights.unlink()  # The provider has its own form of them.
+        workers = {
+            name: stack.enter_context(Worker(__name__, "pooled", where.url, where.folder, name)) for name in names
+        }
+        before = {name: worker.prepare for name, worker in workers.items()}
+        seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats, before=before)
+    return {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, names[0])}
+
+
 def run(repeats: int = 9, names: Sequence[str] = tuple(VARIANTS)) -> dict[str, Any]:
     """Measures the variants and the local peer. Returns the median seconds of each run, and its median ratio to the
     local fp32 run."""
@@ -78,7 +149,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--pools", nargs="+", choices=POOLS, default=POOLS, metavar="NAME", help="memory is the first")
+    parser.add_argument("what", nargs="?", choices=("masks", "pools"), default="masks")
     given = parser.parse_args()
+    if given.what == "pools":
+        found = run_pools(given.repeats, given.pools)
+        print("| greedy decode, 2 blocks of a 7B | tokens/s | speed against a pool in memory |\n|---|---|---|")
+        for name, value in found["seconds"].items():
+            print(f"| pool: {name} | {NEW_TOKENS / value:.2f} | {1 / found['ratios'][name]:.3f} |")
+        return
     result = run(given.repeats, given.variants)
     print("| greedy decode | tokens/s | speed against local fp32 |\n|---|---|---|")
     for name, value in result["seconds"].items():
@@ -90,5 +169,7 @@ if __name__ == "__main__":
         serve_worker(decode_of(local_model()))
     elif sys.argv[1:2] == ["remote"]:
         remote(*sys.argv[2:])
+    elif sys.argv[1:2] == ["pooled"]:
+        pooled(*sys.argv[2:])
     else:
         main()

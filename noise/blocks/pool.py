@@ -347,7 +347,7 @@ class MaskPool:
                 if num_rows == 0:
                     self._want_read(key, shelf)
                 elif shelf.is_being_read:
-                    self._state.wait_for(lambda shelf=shelf: not shelf.is_being_read or self._closed)
+                    self._await_read(shelf)
                 elif shelf.records:
                     must_read = shelf.is_being_read = True
                 else:
@@ -465,6 +465,9 @@ class MaskPool:
                     file.drop(record)
             raise
         return kept, records
+
+    def _await_read(self, shelf: _Shelf) -> None:
+        self._state.wait_for(lambda: not shelf.is_being_read or self._closed)
 
     def _want_read(self, key: Key, shelf: _Shelf) -> None:
         """Has the reader read the next record, if the rows in memory do not suffice for the next call."""

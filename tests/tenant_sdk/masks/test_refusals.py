@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import warnings
 from dataclasses import replace
@@ -245,6 +246,32 @@ def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[s
         assert not any(number in text for number in numbers)
         assert seed.hex() not in text
         assert repr(seed) not in text
+
+
+def test_where_ready_masks_wait_on_disk_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, _ = site.inproc("llama", mask_options={"pool": "disk", "pool_bytes": 60_000_000, "background": False})
+    client.prepare(512)
+    folder = site.folder / "cache" / "masks"
+    features = sum(info.in_features + info.out_features for info in client.connect().groups)
+    said = explained(client)["pool"]
+    assert f"{512 * 4 * features / 1e6:.0f} of 60 MB of masks and effects ready, encrypted in a file without" in said
+    assert f"in {folder}, 0 of them in memory (read ahead: at most 134 MB): at least 512 rows" in said
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(negacyclic, "combine", lambda *arguments: pytest.fail("masks were to be ready"))
+    pool = site.sessions[-1].scheme.pool  # type: ignore[attr-defined]
+    for spec in specs(client).values():
+        for _ in range(20):
+            pool.take(spec, FORWARD, 1)
+    assert 0 < pool.held_bytes <= 16 * 4 * features
+    client.close()
+    assert pool._file.is_closed
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a tmpfs at /dev/shm")
+def test_masks_on_disk_are_not_in_memory(site: Site) -> None:
+    site.folder = Path("/dev/shm/veilbase-nothing-here")
+    with pytest.raises(ConfigurationError, match=r"is memory \(tmpfs\): name a cache on a disk"):
+        site.inproc("llama", mask_options={"pool": "disk"})
 
 
 def test_prepared_tokens_are_found_ready(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,15 +99,16 @@ def greedy(model: Any, ids: torch.Tensor) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("pool", ["memory", "disk"])
 def test_generation_with_a_cache_gives_the_unmasked_tokens(
-    connect: Any, site: Site, monkeypatch: pytest.MonkeyPatch
+    connect: Any, site: Site, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = batch(7, (2, 5))
     want = greedy(unmasked(site), prompt)
     top = torch.stack(want.logits).topk(2).values
     margin = float(((top[..., 0] - top[..., 1]) / torch.stack(want.logits).norm(dim=-1)).min())
     assert margin > 10 * MODEL_NOISE, "the test's own premise: no near ties"
-    client, (watched,) = connect("llama")
+    client, (watched,) = connect("llama", mask_options={"pool": pool})
     model, rows = client.load_model(), taken(monkeypatch)
     assert torch.equal(greedy(model, prompt).sequences, want.sequences)
     assert {len(sent) for sent in watched.products()} == {10, 2}, "a cache sends one row a token"
