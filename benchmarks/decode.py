@@ -4,8 +4,8 @@ Rows are sent without a mask or with the mask `lattice`, whose masks for a run a
 masks are made in the background, so that no run uses the processor during another run.
 
 `python -m benchmarks.decode pools` compares `pool="memory"` with `pool="disk"`, on two blocks of Llama-2-7B's shape
-with random weights. Masks for the run are made before the clock starts, so many that none are made during it; with a
-file, its reader reads ahead.
+with random weights and hints, by a provider in the same process. Masks for the run are made before the clock starts, so
+many that none are made during it; with a file, its reader reads ahead.
 """
 
 from __future__ import annotations
@@ -71,26 +71,6 @@ def remote(url: str, folder: str, mask: str) -> None:
         serve_worker(decode_of(client.load_model()), prepare)
 
 
-def pooled(url: str, folder: str, pool: str) -> None:
-    """Runs one tenant that decodes with a pool in memory or on disk, as a `Worker` process."""
-    import tenant_sdk
-
-    tenant_sdk.tune()
-    where, _, is_cold = pool.partition(", ")
-    options = {"pool": where, "pool_bytes": POOL_BYTES}
-    with tenant_sdk.TenantClient(
-        url, identity=Path(folder) / "bench", mask="lattice", mask_options=options, cache=folder
-    ) as client:
-        client.fetch_hints()
-
-        def prepare() -> None:
-            client.prepare(ENOUGH_TOKENS)
-            if is_cold:
-                drop_unnamed_files()
-
-        serve_worker(decode_of(client.load_model(), 255), prepare)
-
-
 def drop_unnamed_files() -> None:
     """Writes this process's files without a name to the disk, and drops them from the page cache."""
     for entry in Path("/proc/self/fd").iterdir():
@@ -104,28 +84,75 @@ def make_wide(folder: Path, num_blocks: int) -> None:
     """Makes a checkpoint of Llama-2-7B's shape with a few blocks and random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
 
     config = LlamaConfig(
         vocab_size=256, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=num_blocks,
         num_attention_heads=32, tie_word_embeddings=True, dtype="bfloat16",
     )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    with no_init_weights():
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    few = torch.randn(1 << 20, dtype=torch.float32).mul_(0.02).bfloat16()
+    for weight in model.parameters():  # The same million numbers again and again, which is as good and takes no time.
+        weight.data.copy_(few.repeat(-(-weight.numel() // len(few)))[: weight.numel()].view_as(weight))
+    model.save_pretrained(folder)
+
+
+class RandomHints:
+    """Serves a model, and answers requests for hints with random numbers: no time of decoding depends on their values,
+    and computing them would take minutes."""
+
+    def __init__(self, served: Any) -> None:
+        self._served = served
+        self._groups = {info.id: info for info in served.manifest().groups}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._served, name)
+
+    def compute(self, call: Any, rows: Any, *others: Any) -> Any:
+        """Returns the product, or random numbers of a hint's shape."""
+        import torch
+
+        from wire.frame import Direction, Purpose
+
+        if call.purpose is not Purpose.HINT:
+            return self._served.compute(call, rows, *others)
+        info = self._groups[call.group]
+        columns = info.out_features if call.direction is Direction.FORWARD else info.in_features
+        return torch.randint(-(2**31), 2**31 - 1, (rows.num_rows, columns), dtype=torch.int32)
 
 
 def run_pools(repeats: int, names: Sequence[str] = POOLS, num_blocks: int = 2) -> dict[str, Any]:
-    """Measures decoding with some of POOLS, memory first. Returns the median seconds of each run, and its median ratio
-    to the first run."""
+    """Measures decoding with some of POOLS, memory first, in this process, where the provider computes too. Returns the
+    median seconds of each run, and its median ratio to the first run."""
+    import tenant_sdk
+    from tenant_sdk import embedded
+    from wire.transport.inproc import InprocConnection
+
+    tenant_sdk.tune()
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        make_wide(Path(folder), num_blocks)
-        where = Providers(stack).of("", "--model", folder)
-        for weights in Path(folder).glob("*.safetensors"):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_wide(folder / "model", num_blocks)
+        served = RandomHints(embedded.served_model(str(folder / "model"), "int8"))
+        for weights in (folder / "model").glob("*.safetensors"):
             weights.unlink()  # The provider has its own form of them.
-        workers = {
-            name: stack.enter_context(Worker(__name__, "pooled", where.url, where.folder, name)) for name in names
-        }
-        before = {name: worker.prepare for name, worker in workers.items()}
-        seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats, before=before)
+        url = embedded.answer_by(lambda weights: InprocConnection(served))
+        runs, before = {}, {}
+        for name in names:
+            where, _, is_cold = name.partition(", ")
+            options = {"pool": where, "pool_bytes": POOL_BYTES, "hints": "stream"}
+            client = stack.enter_context(
+                tenant_sdk.TenantClient(url, mask="lattice", mask_options=options, cache=folder / "cache")
+            )
+
+            def prepare(client: Any = client, is_cold: str = is_cold) -> None:
+                client.prepare(ENOUGH_TOKENS)
+                if is_cold:
+                    drop_unnamed_files()
+
+            runs[name], before[name] = decode_of(client.load_model(), 255), prepare
+        seconds = interleaved(runs, repeats, before=before)
+        embedded.answer_no_more(url)
     return {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, names[0])}
 
 
@@ -169,7 +196,5 @@ if __name__ == "__main__":
         serve_worker(decode_of(local_model()))
     elif sys.argv[1:2] == ["remote"]:
         remote(*sys.argv[2:])
-    elif sys.argv[1:2] == ["pooled"]:
-        pooled(*sys.argv[2:])
     else:
         main()
