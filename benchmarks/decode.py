@@ -137,7 +137,8 @@ def run_pools(repeats: int, names: Sequence[str] = POOLS, num_blocks: int = 2) -
         for weights in (folder / "model").glob("*.safetensors"):
             weights.unlink()  # The provider has its own form of them.
         url = embedded.answer_by(lambda weights: InprocConnection(served))
-        runs, before = {}, {}
+        runs: dict[str, Callable[[], Any]] = {}
+        before: dict[str, Callable[[], Any]] = {}
         for name in names:
             where, _, is_cold = name.partition(", ")
             options = {"pool": where, "pool_bytes": POOL_BYTES, "hints": "stream"}
@@ -177,11 +178,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--pools", nargs="+", choices=POOLS, default=POOLS, metavar="NAME", help="memory is the first")
+    parser.add_argument("--blocks", type=int, default=2, help="of the model of `pools`")
     parser.add_argument("what", nargs="?", choices=("masks", "pools"), default="masks")
     given = parser.parse_args()
     if given.what == "pools":
-        found = run_pools(given.repeats, given.pools)
-        print("| greedy decode, 2 blocks of a 7B | tokens/s | speed against a pool in memory |\n|---|---|---|")
+        found = run_pools(given.repeats, given.pools, given.blocks)
+        print(
+            f"| greedy decode, {given.blocks} block(s) of a 7B | tokens/s | speed against a pool in memory |\n|---|---|---|"
+        )
         for name, value in found["seconds"].items():
             print(f"| pool: {name} | {NEW_TOKENS / value:.2f} | {1 / found['ratios'][name]:.3f} |")
         return
