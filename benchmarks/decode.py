@@ -183,9 +183,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "pools":
         found = run_pools(given.repeats, given.pools, given.blocks)
-        print(
-            f"| greedy decode, {given.blocks} block(s) of a 7B | tokens/s | speed against a pool in memory |\n|---|---|---|"
-        )
+        print(f"| greedy decode, blocks of a 7B: {given.blocks} | tokens/s | speed against memory |\n|---|---|---|")
         for name, value in found["seconds"].items():
             print(f"| pool: {name} | {NEW_TOKENS / value:.2f} | {1 / found['ratios'][name]:.3f} |")
         return
