@@ -27,6 +27,9 @@ _MOST_CHARACTERS = 40
 files in place of a name."""
 _MOST_BITS = 64
 """The most bits of a number that is shown. A longer number is shown by its length."""
+HINTS = ("local", "fetched", "stream")
+"""Where the lattice mask's hints come from: the tenant computes and keeps them, the provider's are fetched and kept, or
+fetched for each use and not kept."""
 _HINT_BITS = (32, 24, 22, 20)
 """The sizes in bits in which noise/hints/file.py can store a number of a hint."""
 
@@ -76,7 +79,10 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "lattice": {
         "parameters": Option("the name of a parameter set or a LatticeParameters of numbers", _is_parameters),
         "allow_toy": _SWITCH,
-        "hints": Option("'disk' or 'stream'", lambda value: isinstance(value, str) and value in ("disk", "stream")),
+        "hints": Option(
+            f"{', '.join(map(repr, HINTS))} or None",
+            lambda value: value is None or (isinstance(value, str) and value in HINTS),
+        ),
         "hint_bits": Option("32, 24, 22 or 20", lambda value: _is_count(value) and value in _HINT_BITS),
         "hint_ram_bytes": _BYTES,
         **_POOL,
@@ -115,6 +121,16 @@ def check_options(mask: str, options: object) -> dict[str, Any]:
         if not known[name].fits(value):
             raise ConfigurationError(f"{name} of mask={mask!r} is {known[name].expected}, got {_shown(value)}")
     return dict(options)
+
+
+def check_hints(options: Mapping[str, Any], is_verified: bool) -> None:
+    """Raises ConfigurationError if checked options ask for hints that the tenant computes, and no checkpoint is
+    named."""
+    if options.get("hints") == "local" and not is_verified:
+        raise ConfigurationError(
+            "hints='local' (--hints local) needs verify= (--verify), the checkpoint that hints are computed from: "
+            "name one, or leave hints out"
+        )
 
 
 def check_num_providers(mask: str, num_providers: int) -> None:

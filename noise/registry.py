@@ -17,11 +17,11 @@ from noise.masks import gaussian_pool, off
 from noise.masks.gaussian_pool import GaussianPool
 from noise.masks.lattice import Lattice
 from noise.masks.off import Off
-from noise.masks.pad import Pad, WeightOf
+from noise.masks.pad import Pad
 from noise.masks.shares import Shares
-from noise.options import MASKS, RING_ONLY, check_num_providers, check_options
+from noise.options import MASKS, RING_ONLY, check_hints, check_num_providers, check_options
 from noise.params import LatticeParameters, choose
-from noise.scheme import MaskScheme
+from noise.scheme import MaskScheme, WeightOf
 from runtime.memory import free_memory
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic
@@ -142,14 +142,16 @@ def _lattice(
     setting: Setting,
     parameters: str | LatticeParameters = "default",
     allow_toy: bool = False,
-    hints: str = "disk",
+    hints: str | None = None,
     hint_bits: int = 32 - DEFAULT_DROPPED_BITS,
     hint_ram_bytes: int = DEFAULT_RAM_BUDGET_BYTES,
     pool_bytes: int | None = None,
     background: bool = True,
 ) -> MaskScheme:
     chosen = choose(parameters, allow_toy)
-    folder = setting.hints_folder if hints == "disk" else None
+    check_hints({"hints": hints}, setting.verified)
+    folder = setting.hints_folder if hints != "stream" else None
+    hints_from = "fetched" if folder is None or not setting.verified else hints
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
     if folder is None and pool_bytes is None:
         # How often a hint that is not stored is fetched follows the budget, so the provider would see free memory.
@@ -157,5 +159,5 @@ def _lattice(
     budget = _pool_bytes(setting, pool_bytes)
     return Lattice(
         chosen, setting.open_ledger(), store, setting.verified, budget, background, setting.limits, setting.features,
-        setting.mask_device,
+        setting.mask_device, hints_from,
     )  # fmt: skip

@@ -110,6 +110,11 @@ columns) and returns the pending product of the payload's rows and the weight. T
 holds noise rows; with purpose HINT it holds the seed of rows of the public matrix."""
 
 
+WeightOf = Callable[[int], torch.Tensor]
+"""A function that returns the tenant's own W̃ of a group, by the group's number: int8, shape (in_features,
+out_features)."""
+
+
 class MaskScheme(Protocol):
     """Defines the interface of a mask that tenant_sdk uses."""
 

@@ -102,6 +102,14 @@ PeerUid = Annotated[
 Parameters = Annotated[
     str | None, typer.Option(help="Of the lattice mask: default, conservative or lean.", rich_help_panel=_PRIVACY)
 ]
+Hints = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the lattice mask: local (computed here; needs --verify), fetched or stream.",
+        show_default="what is estimated faster",
+        rich_help_panel=_PRIVACY,
+    ),
+]
 
 
 def _client(
@@ -111,6 +119,7 @@ def _client(
     mask: str,
     verify: str | None,
     parameters: str | None,
+    hints: str | None,
     tokenizer: str | None,
     pad_rows: int | None,
     accept_change: list[str] | None,
@@ -138,8 +147,8 @@ def _client(
     identities = folders if len(folders) > 1 else [next(iter(folders), None)] * len(urls)
     check_early(
         urls=urls, identities=identities,
-        mask=mask or DEFAULT_MASK, parameters=parameters, verify=verify, tokenizer=tokenizer, pad_rows=pad_rows,
-        accept_changes=accept_change or (), peer_uid=peer_uid,
+        mask=mask or DEFAULT_MASK, parameters=parameters, hints=hints, verify=verify, tokenizer=tokenizer,
+        pad_rows=pad_rows, accept_changes=accept_change or (), peer_uid=peer_uid,
     )  # fmt: skip
     check()
     for each, own in zip(urls, identities, strict=True):
@@ -149,13 +158,13 @@ def _client(
     with told_if_slow("tenant: loading torch and transformers", to_stderr):
         from tenant_sdk import TenantClient
 
-    options = {"parameters": parameters} if parameters else {}
+    given = {"parameters": parameters, "hints": hints}
     return TenantClient(
         urls if len(urls) > 1 else urls[0],
         identity=folders if len(folders) > 1 else next(iter(folders), None),
         mask=mask or DEFAULT_MASK,
         verify=verify,
-        mask_options=options,
+        mask_options={name: each for name, each in given.items() if each},
         tokenizer=tokenizer,
         pad_rows=False if pad_rows is None else pad_rows,
         accept_changes=accept_change or (),
@@ -182,8 +191,8 @@ def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None
 
 
 _CONNECTION: dict[str, Any] = {
-    "url": Url, "identity": Identity, "mask": Mask, "verify": Verify, "parameters": Parameters, "tokenizer": Tokenizer,
-    "pad_rows": PadRows, "accept_change": AcceptChange, "peer_uid": PeerUid,
+    "url": Url, "identity": Identity, "mask": Mask, "verify": Verify, "parameters": Parameters, "hints": Hints,
+    "tokenizer": Tokenizer, "pad_rows": PadRows, "accept_change": AcceptChange, "peer_uid": PeerUid,
 }  # fmt: skip
 """The types of the options of `_client`, by name."""
 
@@ -252,6 +261,7 @@ def generate(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    hints: Hints = None,
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
@@ -276,8 +286,8 @@ def generate(
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
     client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
+        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
         client.generate(
@@ -296,6 +306,7 @@ def chat(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    hints: Hints = None,
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
@@ -310,8 +321,8 @@ def chat(
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
     client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
+        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     from tenant_sdk.terminal import talk
 
@@ -355,6 +366,7 @@ def serve(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    hints: Hints = None,
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
@@ -400,8 +412,8 @@ def serve(
     check_port(settings)
     _check_options(adapters, options, options_given)
     client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
+        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
         serve_command(client, adapters, settings, _show, **options)
@@ -414,6 +426,7 @@ def explain(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    hints: Hints = None,
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
@@ -424,8 +437,8 @@ def explain(
 ) -> None:
     """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
     client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
+        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
         client.explain(everything)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from noise.options import MASKS, RING_ONLY, check_num_providers, check_options
+from noise.options import MASKS, RING_ONLY, check_hints, check_num_providers, check_options
 from noise.params import choose
 from runtime.command_line import nearest
 from tenant_sdk.identity import endpoints_of
@@ -175,6 +175,7 @@ def make_plan(
     """
     urls, identities = _providers(url, identity)
     options = _check_mask(mask, {} if mask_options is None else mask_options)
+    check_hints(options, verify is not None)
     _check_places(urls, identities, weights)
     _check_peer_uid(urls, peer_uid)
     return Plan(
@@ -198,21 +199,23 @@ def make_plan(
 
 
 def check_early(
-    *, urls: Sequence[str], identities: Sequence[Path | None], mask: str, parameters: str | None, verify: str | None,
-    tokenizer: str | None, pad_rows: int | None, accept_changes: Sequence[str], peer_uid: int | None,
+    *, urls: Sequence[str], identities: Sequence[Path | None], mask: str, parameters: str | None, hints: str | None,
+    verify: str | None, tokenizer: str | None, pad_rows: int | None, accept_changes: Sequence[str],
+    peer_uid: int | None,
 ) -> None:  # fmt: skip
     """Checks a command's options as far as that is possible without torch and without the network, so that a mistake is
     told at once. It says nothing that `make_plan` and a session would not say later.
 
     Args:
         urls, identities: one URL and one identity, or None, for each provider.
-        parameters: the name of the lattice mask's parameters.
+        parameters, hints: options of the lattice mask; None for those that are not given.
         mask, verify, tokenizer, pad_rows, accept_changes, peer_uid: see `TenantClient`.
 
     Raises:
         ConfigurationError, WeakParameters: an option is impossible, or a file that it names is not there.
     """
-    _check_mask(mask, {} if parameters is None else {"parameters": parameters})
+    given = {"parameters": parameters, "hints": hints}
+    check_hints(_check_mask(mask, {name: each for name, each in given.items() if each is not None}), verify is not None)
     check_num_providers(mask, len(urls))
     if parameters is not None:
         choose(parameters, False)

@@ -303,7 +303,7 @@ class MappedHint(Hint):
 
 
 def _damaged(path: Path, why: str) -> MaskError:
-    return MaskError(f"the hint file {path} cannot be used: {why}; delete it, and it will be fetched again")
+    return MaskError(f"the hint file {path} cannot be used: {why}; delete it, and it will be made again")
 
 
 @contextlib.contextmanager

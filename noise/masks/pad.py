@@ -15,7 +15,7 @@ import torch
 
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
 from noise.blocks.slots import Slots
-from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from noise.scheme import EffectPath, GroupSpec, Masked, Message, WeightOf, decode_rows, encode_rows
 from noise.staging import on_device, on_host
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic, Call, Direction
@@ -28,8 +28,6 @@ BLOCK_ROWS = 256
 LEAST_ROWS = 16
 """The fewest rows that are worth making at a time. Fewer than BLOCK_ROWS are made if the model is so wide that the pool
 does not hold two blocks for every layer."""
-WeightOf = Callable[[int], torch.Tensor]
-"""Maps a group number to its W̃, int8, shape (in_features, out_features)."""
 
 
 class Pad:

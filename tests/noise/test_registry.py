@@ -33,6 +33,8 @@ OWN = LatticeParameters("own", 512, 3, 3.2, 161, "a test")
 SHAPELESS = LatticeParameters("own", "512", 3, 3.2, 161, "a test")  # type: ignore[arg-type]
 FITTING: list[tuple[str, dict[str, Any]]] = [
     ("lattice", {"parameters": OWN, "allow_toy": False, "hints": "stream", "hint_bits": 20, "hint_ram_bytes": 0}),
+    ("lattice", {"hints": None}),
+    ("lattice", {"hints": "fetched"}),
     ("lattice", {"parameters": "lean", "hint_bits": 32, "pool_bytes": 0, "background": False}),
     ("pad", {"pool_bytes": 1 << 40, "background": False}),
     ("shares", {}),
@@ -43,8 +45,8 @@ WRONG: list[tuple[str, str, Any, str, str]] = [
     ("lattice", "parameters", 5, "name of a parameter set", "got 5"),
     ("lattice", "parameters", SHAPELESS, "LatticeParameters of numbers", "got a value of type LatticeParameters"),
     ("lattice", "allow_toy", "no", "True or False", "got 'no'"),
-    ("lattice", "hints", "memory", "'disk' or 'stream'", "got 'memory'"),
-    ("lattice", "hints", ["disk"], "'disk' or 'stream'", "got a value of type list"),
+    ("lattice", "hints", "memory", "'local', 'fetched', 'stream' or None", "got 'memory'"),
+    ("lattice", "hints", ["disk"], "'local', 'fetched', 'stream' or None", "got a value of type list"),
     ("lattice", "hint_bits", 23, "32, 24, 22 or 20", "got 23"),
     ("lattice", "hint_bits", 24.0, "32, 24, 22 or 20", "got 24.0"),
     ("lattice", "hint_bits", "24", "32, 24, 22 or 20", "got '24'"),
@@ -131,7 +133,25 @@ def test_the_pools_size_follows_where_masks_are(
     where = None if device is None else torch.device(device)
     make_scheme("lattice", None, options, replace(setting("lattice", tmp_path), mask_device=where))
     assert size in made[0]
-    assert made[0][-1] == where
+    assert made[0][-2] == where
+
+
+@pytest.mark.parametrize(
+    ("hints", "verified", "hints_from"),
+    [(None, False, "fetched"), (None, True, None), ("local", True, "local"), ("fetched", True, "fetched"),
+     ("stream", True, "fetched")],
+)  # fmt: skip
+def test_where_hints_come_from_is_left_open_only_with_weights_to_trust(
+    hints: str | None, verified: bool, hints_from: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(registry, "Lattice", lambda *given: made.append(given))
+    make_scheme("lattice", None, {"hints": hints}, replace(setting("lattice", tmp_path), verified=verified))
+    assert made[0][-1] == hints_from
+
+
+def test_local_hints_need_weights_to_trust(tmp_path: Path) -> None:
+    assert "needs verify= (--verify)" in refusal("lattice", {"hints": "local"}, tmp_path)
 
 
 @pytest.mark.parametrize(

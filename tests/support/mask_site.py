@@ -105,7 +105,7 @@ class Site:
         return self._client(urls[0] if one else urls, options), watched
 
     def _client(self, url: Any, options: dict[str, Any]) -> TenantClient:
-        client = TenantClient(url, cache=self.folder / "cache", progress=False, **options)
+        client = TenantClient(url, **{"cache": self.folder / "cache", "progress": False, **options})
         return self.open.enter_context(client)
 
 

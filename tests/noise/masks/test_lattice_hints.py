@@ -122,7 +122,7 @@ def test_a_damaged_hint_file_is_an_error_and_nothing_is_masked(make: Any, provid
     file.write_bytes(data)
     scheme = make()
     for _ in range(2):
-        with pytest.raises(MaskError, match="delete it, and it will be fetched again"):
+        with pytest.raises(MaskError, match="delete it, and it will be made again"):
             scheme.mask(spec, FORWARD, rows)
     file.unlink()
     scheme = make()

@@ -80,6 +80,7 @@ def test_pairs_that_do_not_exist_are_refused_before_the_network(
         ({"sigma": 1.0}, ConfigurationError),
         ({"pool_size": 8}, ConfigurationError),
         ({"hints": "memory"}, ConfigurationError),
+        ({"hints": "local"}, ConfigurationError),  # there is no checkpoint to compute them from
         ({"hint_bits": 23}, ConfigurationError),
         ({"hint_bits": 16}, ConfigurationError),
         ({"hint_ram_bytes": -1}, ConfigurationError),
