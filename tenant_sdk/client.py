@@ -98,7 +98,7 @@ class TenantClient:
             device: the device on which attention, norms and adapters run.
             cache: folder for providers' bundles and for the lattice mask's hints; $VEILBASE_CACHE or ~/.cache/veilbase
                 by default.
-            progress: whether bars are shown on stderr while a checkpoint is read or hints are fetched.
+            progress: whether bars are shown on stderr while a checkpoint is read or hints are fetched or computed.
             tokenizer: a tokenizer that you trust (folder, GGUF file, hub id or smollm2-135m), which has to map tokens
                 as the provider's tokenizer does. Without `tokenizer` and `verify`, the provider's tokenizer decides how
                 text becomes rows, and the provider sees the number of rows.
@@ -429,11 +429,11 @@ class TenantClient:
 
     @names_keywords
     def fetch_hints(self, backward: bool = False) -> None:
-        """Fetches the lattice mask's hints (products of weights and a public matrix), with a progress bar; other masks
-        have no hints.
+        """Fetches or computes the lattice mask's hints (products of weights and a public matrix), with a progress bar;
+        other masks have no hints. docs/masks.md, "Where hints come from", says which of the two, and why.
 
         Args:
-            backward: whether hints for gradients, which fine-tuning needs, are fetched too.
+            backward: whether hints for gradients, which fine-tuning needs, are included.
         """
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()

@@ -186,7 +186,9 @@ class Lattice:
         path = self._effect_path
         if path is None:
             raise ConfigurationError("the hints of a mask were to be chosen before its client had a connection")
-        widest = max(pairs, key=lambda pair: pair[0].widths(pair[1])[1])
+        # Every tenant may ask for forward hints, whatever classes of work its provider allows.
+        forward = [pair for pair in pairs if pair[1] is Direction.FORWARD] or pairs
+        widest = max(forward, key=lambda pair: pair[0].widths(pair[1])[1])
         work = local.Work.of(pairs, self.parameters.dimension)
         return local.choose(
             work,

@@ -380,6 +380,9 @@ finally:
         ("--url inproc:smollm2-135m --mask latice", "got 'latice': did you mean lattice?"),
         ("--url inproc:smollm2-135m --mask shares", "two provider URLs"),
         ("--url inproc:smollm2-135m --parameters bold", "default, conservative, lean, got 'bold'"),
+        ("--url inproc:smollm2-135m --hints local", "needs verify= (--verify)"),
+        ("--url inproc:smollm2-135m --hints disk", "'local', 'fetched', 'stream' or None, got 'disk'"),
+        ("--url inproc:smollm2-135m --mask pad --hints local", "has no option 'hints'"),
         ("--url inproc:nowhere", "cannot find the model 'nowhere'"),
         ("--url nonsense", "expected grpcs://host:port, ipc:DIR or inproc:MODEL, got 'nonsense'"),
         (
