@@ -395,12 +395,14 @@ class GroupWeights:
         with self._lock:  # a layer that the store lacks is read by the checkpoint, which is not thread-safe
             found = join([self._stored.layer(layer.name, layer.kind) for layer in group.layers])
             self._stored.release()
-        if digest(found.weight, found.alpha) != group.digest:
+        # What is used is what is checked: a copy, which nobody can change in the file.
+        weight = found.weight.clone() if len(group.layers) == 1 else found.weight
+        if digest(weight, found.alpha) != group.digest:
             raise ConfigurationError(
                 f"the prepared weights of {self._stored.name} were changed while in use: start again, and they are "
                 "made anew"
             )
-        return found.weight
+        return weight
 
 
 class _NotKept(ConfigurationError):
