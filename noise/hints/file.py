@@ -427,7 +427,7 @@ class PartFile:
                 data = packed[: len(span) * layout.row_bytes(tile)]
                 pack_into(np.pad(part, ((0, 0), (0, padding))) if padding else part, layout.dropped_bits, data)
                 if is_part:
-                    crc = zlib.crc32(data, crc)
+                    crc = zlib.crc32(data.data, crc)
                 _write_all(self._handle, data.data, layout.span(tile, span)[0])
             self._done.append(span)
             if is_part:
