@@ -14,9 +14,9 @@ from attacks.programs.overflow import DATA, FAULTS, NEW_TOKENS, NUM_LAYERS, OVER
 from wire.frame import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-GROUPS = 4 * NUM_LAYERS + 1
-BACKWARD_GROUPS = GROUPS - 1
-"""The number of groups with backward calls. The input of the first group (q, k and v) needs no gradient."""
+GROUPS, SHALLOW_GROUPS = 4 * NUM_LAYERS + 1, 4 * 2 + 1
+"""The number of groups of a model. All but the first one have backward calls: the input of q, k and v needs no
+gradient."""
 QUICK = (OVERFLOW, Fault(BACKWARD, math.inf, 7), Fault(FORWARD, math.nan, 7))
 
 
@@ -28,6 +28,11 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Site:
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return overflow.site(tmp_path_factory.mktemp("shallow"), num_layers=2)
+
+
+def site_for(fault: Fault, where: Site, shallow: Site) -> tuple[Site, int]:
+    """Returns a site, and its number of groups. Only a finite number needs a deep model, in which it can grow."""
+    return (where, GROUPS) if math.isfinite(fault.wrong) else (shallow, SHALLOW_GROUPS)
 
 
 def test_a_tenant_that_stops_at_once_is_read(where: Site) -> None:
@@ -42,9 +47,10 @@ def test_a_tenant_that_stops_at_once_is_read(where: Site) -> None:
     [fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS],
     ids=lambda fault: fault.name,
 )
-def test_training_sends_the_planned_calls_whatever_overflows(where: Site, fault: Fault) -> None:
-    outcome = overflow.measure(where, "training", fault)
-    assert outcome.num_calls == (overflow.TRAIN_STEPS * (GROUPS + BACKWARD_GROUPS),) * len(DATA)
+def test_training_sends_the_planned_calls_whatever_overflows(where: Site, shallow: Site, fault: Fault) -> None:
+    site, num_groups = site_for(fault, where, shallow)
+    outcome = overflow.measure(site, "training", fault)
+    assert outcome.num_calls == (overflow.TRAIN_STEPS * (num_groups + num_groups - 1),) * len(DATA)
     assert outcome.bits == 0
     if not math.isfinite(fault.wrong) or fault == OVERFLOW:
         assert outcome.num_failed == len(DATA), "no adapter comes of it"
@@ -59,9 +65,10 @@ def test_training_sends_the_planned_calls_whatever_overflows(where: Site, fault:
     ],
     ids=lambda fault: fault.name,
 )
-def test_an_answer_of_fixed_length_sends_the_same_calls(where: Site, fault: Fault) -> None:
-    outcome = overflow.measure(where, "answers", fault)
-    assert outcome.num_calls == (NEW_TOKENS * GROUPS,) * len(DATA)
+def test_an_answer_of_fixed_length_sends_the_same_calls(where: Site, shallow: Site, fault: Fault) -> None:
+    site, num_groups = site_for(fault, where, shallow)
+    outcome = overflow.measure(site, "answers", fault)
+    assert outcome.num_calls == (NEW_TOKENS * num_groups,) * len(DATA)
     assert outcome.bits == 0
     assert outcome.num_failed == (0 if math.isfinite(fault.wrong) else len(DATA))
 
@@ -70,13 +77,14 @@ def test_a_tenant_that_keeps_what_a_sound_answer_asked_for_is_read(shallow: Site
     outcome = overflow.measure_second(shallow, keeps_products=True)
     assert outcome.num_failed == 1, "one of the four prompts holds the letter"
     assert outcome.bits == 1
-    assert sorted(outcome.num_calls) == [2 * NEW_TOKENS * 9 + 8] * 3 + [2 * (NEW_TOKENS * 9 + 8)]
+    one_answer = NEW_TOKENS * SHALLOW_GROUPS
+    assert sorted(outcome.num_calls) == [2 * one_answer + 8] * 3 + [2 * (one_answer + 8)]
 
 
 def test_a_second_answer_sends_the_same_calls_whatever_the_first_prompt_was(shallow: Site) -> None:
     outcome = overflow.measure_second(shallow)
     assert outcome.num_failed == 1
-    assert outcome.num_calls == (2 * (NEW_TOKENS * 9 + 8),) * len(DATA)
+    assert outcome.num_calls == (2 * (NEW_TOKENS * SHALLOW_GROUPS + 8),) * len(DATA)
     assert outcome.bits == 0
 
 
