@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -16,6 +17,7 @@ tenant_sdk.tune()  # must come before torch and grpc are imported
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import torch
 
@@ -23,6 +25,9 @@ from tests.support.waiting import SLOW_TIMEOUT_S
 
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected, see below
+jinja2.Environment.compile = functools.lru_cache(maxsize=32)(jinja2.Environment.compile)  # type: ignore[method-assign]
+"""PEFT writes a model card with every adapter, and compiles the card's template for each one, which takes longer than a
+step of training. The cache keeps an environment's own templates only."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,6 +43,7 @@ def pytest_runtestloop() -> None:
     becomes garbage, and to go through it takes a third of a second for each full collection."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)  # models and trainers make so many objects that 700 are there all the time
     gc.enable()
 
 
