@@ -14,8 +14,8 @@ from benchmarks.row_watch import RowBalance
 from benchmarks.serving_mix import LOAD_EVERY, READ_EVERY, Loads, Mix
 from tests.support.waiting import SLOW_TIMEOUT_S
 
-NUM_ANSWERS = 90
-"""The number of answers of a short run. So many take half a minute on two cores without other work."""
+NUM_ANSWERS = 60
+"""The number of answers of a short run. So many take 20 s on two cores without other work."""
 THIRD = 200
 LOADED = Loads(THIRD, THIRD // LOAD_EVERY, THIRD // READ_EVERY)
 """The fewest loads and reads that suffice in a third of a run of 600 answers."""
