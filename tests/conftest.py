@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.waiting import SLOW_TIMEOUT_S
+from tests.support import waiting
+from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S
 
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected, see below
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lets a slow test wait for longer."""
+    waiting.limit_s = SLOW_TIMEOUT_S / 2 if item.get_closest_marker("slow") else WAIT_S
 
 
 @pytest.hookimpl(tryfirst=True)
