@@ -560,5 +560,5 @@ def test_fuzzed_requests(client: TenantClient, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_fuzzed_requests(client: TenantClient, tmp_path: Path) -> None:
-    seen = fuzz(client, tmp_path / "adapters", 400, 4)
+    seen = fuzz(client, tmp_path / "adapters", 1000, 4)
     assert {200, 400, 404, 405} <= set(seen)
