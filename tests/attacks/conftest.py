@@ -15,7 +15,7 @@ from attacks.report import command_line
 def no_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the positive controls out of a run, since they would take most of the run's time.
 
-    Instead `test_closed_form.py` runs each control by itself, and `test_quick.py::test_the_quick_profile` runs them
+    Instead `test_closed_form.py` runs each control by itself, and `test_quick.py::test_the_quick_profile` runs two
     beside a whole run.
     """
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import attacks
 from attacks import extract_lora, recover_prompts
 from attacks.report import command_line, plots, verdict
-from attacks.report.catalogue import CATALOGUE, NOT_IN_QUICK
+from attacks.report.catalogue import CATALOGUE, NOT_IN_QUICK, controls, quick
 from attacks.report.exit_status import exit_status
 from attacks.report.table import FAILED, SHARE_TRIED, Finding, Result, unclaimed
 from attacks.victim import draws, models
@@ -45,12 +45,16 @@ def read(folder: Path) -> list[Result]:
 # ---- the quick profile ----------------------------------------------------------------------------------------------
 
 
+CONTROLS = "layer-0 lookup,closed-form"
+"""The adversaries whose controls run beside the quick profile."""
+
+
 def check_files(folder: Path) -> None:
     """Checks that all files of a report exist and are complete, and that they show in words what was stolen."""
     report = json.loads((folder / "report.json").read_text())
     assert report["results"]
     assert all(one["wins"] for one in report["controls"])
-    assert len(report["controls"]) == len(CATALOGUE) - len(NOT_IN_QUICK)
+    assert [one["adversary"] for one in report["controls"]] == CONTROLS.split(",")
     told = (folder / "report.md").read_text()
     assert told.count("\n| ") > len(report["results"])
     for plot in ("recovered_adapters.svg", "recovered_prompts.svg"):
@@ -68,9 +72,16 @@ def check_files(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One run serves all checks, because tests of a module may run in several processes and so share nothing."""
+def test_the_quick_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run serves all checks, because tests of a module may run in several processes and so share nothing. It asks
+    for the controls of all its adversaries. Of these, two run beside it, and `test_closed_form.py` runs each one."""
+    asked, beside = [], command_line._controls_beside
+    monkeypatch.setattr(command_line, "_controls_beside", lambda names: asked.append(names) or beside(CONTROLS))
     assert extract_lora.main(["--out", str(tmp_path)]) == 0
+    assert asked == [quick()]
+    assert len(controls(quick())) == len(CATALOGUE) - len(NOT_IN_QUICK)
     check_files(tmp_path)
     results = read(tmp_path)
     assert {(one.mask, one.arithmetic) for one in results} == {
