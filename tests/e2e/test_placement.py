@@ -18,11 +18,11 @@ import pytest
 from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
+from tests.support import waiting
 from tests.support.commands import Serving
 from tests.support.placed_tenant import Tenants
 from tests.support.repository import ROOT
 from tests.support.tiny_models import make_tiny
-from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,7 @@ def digest(url: str, identity: Path, cache: Path, launcher: Sequence[str] = (), 
     if core is not None:
         command = ["taskset", "--cpu-list", str(core), *command]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * WAIT_S, env=environment, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=waiting.limit_s, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -137,7 +137,7 @@ def test_two_process_groups_on_one_host(model: Path, expected: str, tmp_path: Pa
         assert digest(f"ipc:{here}", tmp_path / "acme", tmp_path / "cache", TORCHRUN) == expected
     finally:
         provider.send_signal(signal.SIGTERM)
-        provider.communicate(timeout=WAIT_S)
+        provider.communicate(timeout=waiting.limit_s)
 
 
 def test_on_another_host(tenants: Tenants, root: Root, expected: str, tmp_path: Path) -> None:
