@@ -19,6 +19,7 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
 from provider.net.descriptors import Shares
+from tests.support import waiting
 from tests.support.providers import Provider
 from tests.support.raw_peers import assert_ends, dial
 from tests.support.repository import ROOT
@@ -139,7 +140,7 @@ def limited(tmp_path: Path) -> Iterator[Limited]:
     one = Limited(tmp_path)
     yield one
     one.process.terminate()
-    one.process.wait(WAIT_S)
+    one.process.wait(waiting.limit_s)
 
 
 @contextlib.contextmanager
