@@ -33,25 +33,30 @@ class BuildKernels(build_ext):
         """Returns the library's path, such as wire/ring/_kernels.so, without Python's version in the name."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
+    def build_extensions(self) -> None:
+        """Compiles all libraries. The compiler's caches are in a temporary folder, which is deleted at the end. All
+        libraries share it, because with an empty cache the compiler first builds its own parts, which takes longer than
+        a library."""
+        with tempfile.TemporaryDirectory() as self.scratch:
+            super().build_extensions()
+
     def build_extension(self, ext: Extension) -> None:
-        """Compiles the library, and puts it at its path. The compiler's caches are in a temporary folder, which is
-        deleted at the end.
+        """Compiles the library, and puts it at its path.
 
         Raises:
             CalledProcessError: the compiler failed; its messages are on stderr.
         """
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            built = Path(folder) / target.name
-            caches = {"ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}
-            command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *TARGET, *ext.sources, "-o", str(built)]
-            subprocess.run(command, check=True, env=os.environ | caches)
-            # another name first: a process that has the old library open must keep it whole
-            staged = target.with_suffix(".new")
-            staged.write_bytes(built.read_bytes())
-            staged.chmod(0o755)
-            staged.replace(target)
+        built = Path(self.scratch) / f"{ext.name}.so"
+        caches = {"ZIG_GLOBAL_CACHE_DIR": self.scratch, "ZIG_LOCAL_CACHE_DIR": self.scratch}
+        command = [sys.executable, "-m", "ziglang", "cc", *FLAGS, *TARGET, *ext.sources, "-o", str(built)]
+        subprocess.run(command, check=True, env=os.environ | caches)
+        # another name first: a process that has the old library open must keep it whole
+        staged = target.with_suffix(".new")
+        staged.write_bytes(built.read_bytes())
+        staged.chmod(0o755)
+        staged.replace(target)
 
 
 LIBRARIES = {

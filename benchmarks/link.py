@@ -43,6 +43,15 @@ class NoNamespaces(Exception):
     """Says that this user or this kernel cannot make network namespaces."""
 
 
+def enter(path: str) -> None:
+    """Moves this thread, and every thread and process that it starts, to the host of a `Hosts.path`."""
+    host = os.open(path, os.O_RDONLY)
+    try:
+        _checked(_libc().setns(host, _CLONE_NEWNET))
+    finally:
+        os.close(host)
+
+
 class Hosts:
     """Holds two hosts, 0 and 1, with the addresses of ADDRESSES, and the link between them, which has no delay at
     first."""
@@ -103,6 +112,10 @@ class Hosts:
                 _checked(_libc().setns(home, _CLONE_NEWNET))
         finally:
             os.close(home)
+
+    def path(self, number: int) -> str:
+        """Returns the path with which another process can `enter` host `number` as long as the hosts exist."""
+        return f"/proc/{os.getpid()}/fd/{self._namespaces[number]}"
 
     def set_round_trip(self, milliseconds: float) -> None:
         """Sets the round-trip time of the link. Each packet that is sent from then on takes half of this time."""

@@ -2,10 +2,11 @@
 
 Requests join and are cancelled at random. Six of the adapters are padded to the same rank, of which the device has two
 places, and host memory has room for about three adapters. So adapters are loaded onto the device, and read from disk,
-all the time. `python -m benchmarks.serving_mix [SECONDS]` returns exit status 1 if an answer was wrong, if a mask row
-was sent twice or lost, if a request failed for another reason than the provider's absence, if an adapter's place was
-lost, if too few adapters were loaded (`LOAD_EVERY_S`, `READ_EVERY_S`), or if a request, an adapter's place or KV memory
-was still held at the end.
+all the time. `python -m benchmarks.serving_mix [ANSWERS]` goes on until there are so many answers, however long that
+takes. It returns exit status 1 if there were fewer right ones, if an answer was wrong, if a mask row was sent twice or
+lost, if a request failed for another reason than the provider's absence, if an adapter's place was lost, if too few
+adapters were loaded (`LOAD_EVERY`, `READ_EVERY`), or if a request, an adapter's place or KV memory was still held at
+the end.
 
 An answer is right if its tokens are those of `client.generate` with the same prompt and adapter, up to the first token
 whose two largest logits are closer than MARGIN times the error of a logit. This error is measured as the largest
@@ -48,14 +49,19 @@ NEW_TOKENS = 10
 MARGIN = 4.0
 AT_A_TIME = 24
 """The most requests that are open at a time. The next request is submitted when one of them has ended."""
-KILL_EVERY_S = 40.0
-LOAD_EVERY_S, READ_EVERY_S = 15.0, 15.0
-"""The most seconds, on average over each third of the run, from one load onto the device to the next, and from one read
-from disk to the next. On two cores without other work they were about 2 and 1 s. With two processes beside the run that
-always compute, there were 3 loads and 8 reads in the worst 20 s."""
+ANSWERS = 1_700
+"""The number of answers of a run, unless another one is given. On two cores without other work they take 10 minutes."""
+KILL_EVERY = 140
+"""The number of answers from one death of the provider to the next."""
+LOAD_EVERY, READ_EVERY = 20, 20
+"""The most answers, on average over each third of the run, from one load onto the device to the next, and from one read
+from disk to the next. On two cores without other work they were about 4 and 2."""
+FAILED_EACH = 4 * AT_A_TIME
+"""The most requests that may fail for each death of the provider, and before the first one; then the run ends. On two
+cores without other work there were about `AT_A_TIME`."""
 HANGS_AFTER_S = 120.0
 """The seconds without the end of any request after which the open requests count as hanging."""
-ENDS_IN_S = 10.0
+ENDS_IN_S = 60.0
 """The most seconds that the release of what the last requests held may take."""
 Case = tuple[str, str | None]
 """A request's prompt, and the name of its adapter (None for the base model)."""
@@ -66,20 +72,19 @@ class Loads:
     """Counts what the store of adapters did in a part of the run.
 
     Attributes:
-        seconds: the length of this part of the run.
+        answers: how many answers ended in this part of the run.
         device_loads: how often an adapter was loaded onto the device.
         disk_reads: how often an adapter was read from disk.
     """
 
-    seconds: float
+    answers: int
     device_loads: int
     disk_reads: int
 
     @property
     def are_enough(self) -> bool:
-        """Returns whether adapters were loaded and read as often as `LOAD_EVERY_S` and `READ_EVERY_S` say."""
-        least_loads, least_reads = int(self.seconds / LOAD_EVERY_S), int(self.seconds / READ_EVERY_S)
-        return self.device_loads >= least_loads and self.disk_reads >= least_reads
+        """Returns whether adapters were loaded and read as often as `LOAD_EVERY` and `READ_EVERY` say."""
+        return self.device_loads >= self.answers // LOAD_EVERY and self.disk_reads >= self.answers // READ_EVERY
 
 
 @dataclass
@@ -87,6 +92,8 @@ class Mix:
     """Holds the results of a run.
 
     Attributes:
+        wanted: the number of right answers with which the run is long enough.
+        seconds: how long it took until there were so many answers.
         right, wrong: how many answers had the right tokens, and how many had a wrong one. Of a cancelled answer, the
             tokens that it has are judged.
         cancelled: the number of answers that were cancelled; they are counted in `right` or `wrong`, too.
@@ -102,6 +109,8 @@ class Mix:
             prompts.
     """
 
+    wanted: int = ANSWERS
+    seconds: float = 0.0
     right: int = 0
     wrong: int = 0
     cancelled: int = 0
@@ -117,13 +126,13 @@ class Mix:
     @property
     def is_good(self) -> bool:
         """Returns whether nothing was wrong, lost, sent twice or left over, and no other error came. There must also be
-        more than ten right answers and at least one cancelled answer, adapters must have changed answers, and enough
-        adapters must have been loaded in each third of the run."""
+        all the right answers and at least one cancelled answer, adapters must have changed answers, and enough adapters
+        must have been loaded in each third of the run."""
         lost = self.rows.twice or self.rows.lost or self.lost_places or any(self.left)
         if self.wrong or self.other or lost or not self.rows.sent:
             return False
         loaded = len(self.loads) == 3 and all(part.are_enough for part in self.loads)
-        return loaded and self.right > 10 and self.cancelled > 0 and self.distinct > len(PROMPTS)
+        return loaded and self.right >= self.wanted and self.cancelled > 0 and self.distinct > len(PROMPTS)
 
 
 # ---- what is watched -------------------------------------------------------------------------------------------------
@@ -236,9 +245,10 @@ def engine_of(client: TenantClient, adapters: Path) -> Iterator[tuple[Engine, Ad
         yield engine, stores[0]
 
 
-def mix(seconds: float, seed: int = 0, kill_every_s: float = KILL_EVERY_S) -> Mix:
-    """Runs the mix for `seconds`, killing the provider every `kill_every_s` seconds, and returns the results."""
-    result = Mix()
+def mix(answers: int = ANSWERS, seed: int = 0, kill_every: int = KILL_EVERY) -> Mix:
+    """Runs the mix until there are `answers` answers, kills the provider after every `kill_every` of them, and returns
+    the results."""
+    result = Mix(wanted=answers)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         served = Provider(folder)
@@ -252,31 +262,29 @@ def mix(seconds: float, seed: int = 0, kill_every_s: float = KILL_EVERY_S) -> Mi
         with engine_of(client, folder / "adapters") as (engine, store):
             num_places = store.status().device_reusable
             requests = Requests(engine, want, random.Random(seed), result)
-            _drive(result, requests, store, served, seconds, kill_every_s)
+            _drive(result, requests, store, served, kill_every)
             requests.count_all()
             result.left, result.lost_places = _left(engine, store, num_places)
         result.rows = rows.balance()  # The engine has ended, so no call is under way.
     return result
 
 
-def _drive(
-    result: Mix, requests: Requests, store: AdapterStore, served: Provider, seconds: float, kill_every_s: float
-) -> None:  # fmt: skip
-    """Submits and cancels requests until the time is over. Kills the provider now and then, and notes how many adapters
-    were loaded in each third of the time."""
-    begun = now = time.monotonic()
-    next_kill_s, seen = begun + min(kill_every_s, seconds / 3), [(begun, store.status())]
-    while len(seen) <= 3:
-        if now > next_kill_s:
+def _drive(result: Mix, requests: Requests, store: AdapterStore, served: Provider, kill_every: int) -> None:
+    """Submits and cancels requests until there are as many answers as wanted, or requests hang or keep failing. Kills
+    the provider now and then, and notes how many adapters were loaded in each third of the answers."""
+    begun = time.monotonic()
+    next_kill, seen = min(kill_every, result.wanted // 3), [(0, store.status())]
+    while len(seen) <= 3 and requests.step() and result.failed <= FAILED_EACH * (1 + result.deaths):
+        answers = result.right + result.wrong
+        if answers >= next_kill:
             served.kill()
             requests.submit()  # This request comes while nobody is there.
             served.start_again()
             result.deaths += 1
-            next_kill_s = time.monotonic() + kill_every_s
-        requests.step()
-        now = time.monotonic()
-        if now >= begun + seconds * len(seen) / 3:
-            seen.append((now, store.status()))
+            next_kill = answers + kill_every
+        if 3 * answers >= result.wanted * len(seen):
+            seen.append((answers, store.status()))
+    result.seconds = time.monotonic() - begun
     result.loads = tuple(
         Loads(then - before, new.device_loads - old.device_loads, new.disk_reads - old.disk_reads)
         for (before, old), (then, new) in pairwise(seen)
@@ -313,12 +321,13 @@ class Requests:
         self._open: dict[Answer, Case] = {}
         self._ended: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
-    def step(self) -> None:
-        """Submits a request if fewer than `AT_A_TIME` are open; otherwise counts a request that ends soon."""
+    def step(self) -> bool:
+        """Submits a request if fewer than `AT_A_TIME` are open; otherwise counts the next request that ends. Returns
+        False if none ends."""
         if len(self._open) < AT_A_TIME:
             self.submit()
-        else:
-            self._count_next(1.0)
+            return True
+        return self._count_next()
 
     def submit(self) -> None:
         """Submits one random request for as many tokens as its reference answer has. Now and then, cancels one of the
@@ -334,14 +343,14 @@ class Requests:
 
     def count_all(self) -> None:
         """Waits for the end of all open requests and counts them. Requests that do not end count as another error."""
-        while self._open and self._count_next(HANGS_AFTER_S):
+        while self._open and self._count_next():
             pass
         self._result.other += ["hanging"] * len(self._open)
 
-    def _count_next(self, timeout_s: float) -> bool:
-        """Counts the next request that ends; returns False if none ends in time."""
+    def _count_next(self) -> bool:
+        """Counts the next request that ends; returns False if none ends within HANGS_AFTER_S."""
         try:
-            answer = self._ended.get(timeout=timeout_s)
+            answer = self._ended.get(timeout=HANGS_AFTER_S)
         except queue.Empty:
             return False
         self._count(self._open.pop(answer), answer)
@@ -367,14 +376,14 @@ def main() -> int:
     import tenant_sdk
 
     tenant_sdk.tune()
-    result = mix(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0)
+    result = mix(int(sys.argv[1]) if len(sys.argv) > 1 else ANSWERS)
     rows, loads = result.rows, result.loads
     print(
         f"answers: {result.right} right, {result.wrong} wrong, {result.cancelled} of these cancelled; {result.failed} "
         f"failed while the provider was away, {len(result.other)} otherwise {sorted(set(result.other))}\n"
         f"provider killed {result.deaths} times; {result.distinct} different reference answers\n"
         f"adapters: {sum(part.device_loads for part in loads)} loads onto the device and "
-        f"{sum(part.disk_reads for part in loads)} reads from disk in {sum(part.seconds for part in loads):.0f} s; by "
+        f"{sum(part.disk_reads for part in loads)} reads from disk in {result.seconds:.0f} s; by "
         f"thirds {[part.device_loads for part in loads]} and {[part.disk_reads for part in loads]}\n"
         f"mask rows made: {rows.made}; {rows.sent} sent, {rows.refused + rows.burnt} burnt by calls that failed, "
         f"{rows.ready} still ready, {rows.lost} lost\n"

@@ -38,7 +38,8 @@ NUM_PROCESSES, TENANTS_EACH = 4, 5
 KILL_EVERY_S = 15.0
 ROWS = 640
 _SEED = bytes(range(32))
-_SETTLE_S = 10.0
+_SETTLE_S = 60.0
+"""The most seconds, after the end of the tenants, until nothing of them is left at the provider."""
 
 
 @dataclass
@@ -232,9 +233,21 @@ def known_replies(folder: Path, model: str, blocks: str) -> None:
     save_file(tensors, folder / "known.safetensors")
 
 
-def soak(seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVERY_S) -> Soak:
-    """Starts a provider, runs the tenants against it for `seconds`, and returns the results. Every `kill_every_s`
-    seconds, one process of tenants is killed and replaced by a new one."""
+def soak(
+    seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVERY_S, least_answers: int = 1
+) -> Soak:  # fmt: skip
+    """Starts a provider, runs the tenants against it, and returns the results.
+
+    Every `kill_every_s` seconds, one process of tenants is killed and replaced by a new one. The run ends after
+    `seconds`, but not before one process was killed and each has got `least_answers` answers, however long that takes.
+
+    Args:
+        seconds: the least length of the run.
+        model: the provider's model.
+        blocks: the pattern of the layers that are served.
+        kill_every_s: the seconds from one death to the next.
+        least_answers: how many right answers a process has before it may be killed, and before the run may end.
+    """
     from provider.operations.status import look
 
     found, rng = Soak(), random.Random(1)
@@ -249,13 +262,17 @@ def soak(seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVE
         running = [Tenants(url, folder, group, seed) for seed, group in enumerate(names)]
         ended: list[Tenants] = []
         end_at, kill_at = time.monotonic() + seconds, time.monotonic() + kill_every_s
-        while time.monotonic() < end_at:
+        is_over = False
+        while not is_over:
             time.sleep(1.0)
             found.rss_mb.append(watched.memory_info().rss / 1e6)
             found.threads.append(watched.num_threads())
             found.files.append(watched.num_fds())
-            if time.monotonic() >= kill_at:
-                place = rng.randrange(NUM_PROCESSES)
+            busy = [place for place, one in enumerate(running) if one.said.get("answered", 0) >= least_answers]
+            is_late = time.monotonic() >= end_at
+            is_over = is_late and found.deaths > 0 and len(busy) == NUM_PROCESSES
+            if time.monotonic() >= kill_at and busy and not (is_late and found.deaths):
+                place = rng.choice(busy)
                 running[place].kill()
                 ended.append(running[place])
                 found.deaths += 1

@@ -22,11 +22,18 @@ from wire.errors import ConfigurationError
 MASKS = ("lattice", "pad", "shares", "gaussian-pool", "off")
 DEFAULT_MASK = "lattice"
 RING_ONLY = frozenset({"lattice", "pad", "shares"})
+PRECISIONS = ("exact", "balanced", "short")
+"""The names of how many bits of a masked number cross: `exact`, 32; `balanced`, 24 to 32 as a layer's norms ask for,
+and as many of its reply, which is exact for the rows that were sent; `short`, the same and 16 of its reply."""
+DEFAULT_PRECISION = "balanced"
 _MOST_CHARACTERS = 40
 """The most characters of a word that are shown. A longer word is shown by its length, since users have passed whole
 files in place of a name."""
 _MOST_BITS = 64
 """The most bits of a number that is shown. A longer number is shown by its length."""
+HINTS = ("local", "fetched", "stream")
+"""Where the lattice mask's hints come from: the tenant computes and keeps them, the provider's are fetched and kept, or
+fetched for each use and not kept."""
 _HINT_BITS = (32, 24, 22, 20)
 """The sizes in bits in which noise/hints/file.py can store a number of a hint."""
 
@@ -70,19 +77,28 @@ _POSITIVE = Option("a whole number from 1", lambda value: _is_count(value, 1))
 _POOL = {
     "pool_bytes": Option(f"{_BYTES.expected}, or None", lambda value: value is None or _is_count(value)),
     "background": _SWITCH,
+    "pool": Option("'memory' or 'disk'", lambda value: isinstance(value, str) and value in ("memory", "disk")),
+}
+
+_PRECISION = {
+    "precision": Option("'exact', 'balanced' or 'short'", lambda value: isinstance(value, str) and value in PRECISIONS)
 }
 
 OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "lattice": {
         "parameters": Option("the name of a parameter set or a LatticeParameters of numbers", _is_parameters),
         "allow_toy": _SWITCH,
-        "hints": Option("'disk' or 'stream'", lambda value: isinstance(value, str) and value in ("disk", "stream")),
+        "hints": Option(
+            f"{', '.join(map(repr, HINTS))} or None",
+            lambda value: value is None or (isinstance(value, str) and value in HINTS),
+        ),
         "hint_bits": Option("32, 24, 22 or 20", lambda value: _is_count(value) and value in _HINT_BITS),
         "hint_ram_bytes": _BYTES,
         **_POOL,
+        **_PRECISION,
     },
-    "pad": _POOL,
-    "shares": {},
+    "pad": _POOL | _PRECISION,
+    "shares": _PRECISION,
     "gaussian-pool": {
         "pool_size": _POSITIVE,
         "sigma": Option("a finite number above 0", lambda value: _is_number(value) and value > 0),
@@ -115,6 +131,26 @@ def check_options(mask: str, options: object) -> dict[str, Any]:
         if not known[name].fits(value):
             raise ConfigurationError(f"{name} of mask={mask!r} is {known[name].expected}, got {_shown(value)}")
     return dict(options)
+
+
+def check_precision(options: Mapping[str, Any], verified: bool) -> None:
+    """Raises ConfigurationError if a mask's options ask for replies that cannot be checked, in a session that checks
+    replies."""
+    if verified and options.get("precision") == "short":
+        raise ConfigurationError(
+            "precision='short' cannot be used with verify: a check of rounded replies would let forgeries pass; "
+            "leave out one of them"
+        )
+
+
+def check_hints(options: Mapping[str, Any], is_verified: bool) -> None:
+    """Raises ConfigurationError if checked options ask for hints that the tenant computes, and no checkpoint is
+    named."""
+    if options.get("hints") == "local" and not is_verified:
+        raise ConfigurationError(
+            "hints='local' (--hints local) needs verify= (--verify), the checkpoint that hints are computed from: "
+            "name one, or leave hints out"
+        )
 
 
 def check_num_providers(mask: str, num_providers: int) -> None:

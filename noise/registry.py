@@ -3,6 +3,7 @@ with an error of one sentence."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +11,27 @@ from typing import Any
 
 import torch
 
-from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES, default_bytes
+from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES, default_bytes, default_disk_bytes
+from noise.blocks.row_file import RowFile
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
 from noise.ledger.ledger import Ledger
 from noise.masks import gaussian_pool, off
 from noise.masks.gaussian_pool import GaussianPool
 from noise.masks.lattice import Lattice
 from noise.masks.off import Off
-from noise.masks.pad import Pad, WeightOf
+from noise.masks.pad import Pad
 from noise.masks.shares import Shares
-from noise.options import MASKS, RING_ONLY, check_num_providers, check_options
+from noise.options import (
+    DEFAULT_PRECISION,
+    MASKS,
+    RING_ONLY,
+    check_hints,
+    check_num_providers,
+    check_options,
+    check_precision,
+)
 from noise.params import LatticeParameters, choose
-from noise.scheme import MaskScheme
+from noise.scheme import MaskScheme, WeightOf
 from runtime.memory import free_memory
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic
@@ -47,6 +57,7 @@ class Setting:
         features: how many numbers the masks and effects of one token have in the forward direction: the columns of
             requests and replies of all groups together.
         mask_device: the device that makes lattice masks; None for the CPU.
+        pool_folder: the folder in which ready masks lie with `pool="disk"`; None for `masks` beside `hints_folder`.
     """
 
     weights: str
@@ -59,6 +70,7 @@ class Setting:
     weight_of: WeightOf | None = None
     features: int = 0
     mask_device: torch.device | None = None
+    pool_folder: Path | None = None
 
 
 def readable(mask: str) -> str | None:
@@ -101,61 +113,109 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
 
     Raises:
         ConfigurationError: `choose_arithmetic` raised it, an option is unknown or its value not allowed, mask='pad' has
-            no weights, or the ledger cannot be opened.
+            no weights, the ledger cannot be opened, or ready masks cannot lie in a file.
+        StorageError: the disk has no room for a file of ready masks.
         WeakParameters: the lattice parameters are refused; see `noise.params.choose`.
     """
     chosen = choose_arithmetic(mask, arithmetic, setting)
     makers: dict[str, Callable[..., MaskScheme]] = {
-        "lattice": _lattice, "pad": _pad, "shares": _shares, "gaussian-pool": _gaussian_pool,
+        "lattice": make_lattice, "pad": make_pad, "shares": make_shares, "gaussian-pool": make_gaussian_pool,
         "off": lambda _: Off(_ARITHMETIC[chosen]),
     }  # fmt: skip
     given = check_options(mask, options)
+    check_precision(given, setting.verified)
+    if mask == "lattice" and setting.mask_device is not None and given.get("pool") == "disk":
+        raise ConfigurationError(
+            f"pool='disk' is for masks that the CPU makes, and this client makes them on {setting.mask_device}: leave "
+            "pool= (--pool) out, or choose device='cpu'"
+        )
     if mask == "lattice" and setting.mask_device is not None and given.get("pool_bytes") is None:
         given["pool_bytes"] = DEFAULT_DEVICE_BYTES  # Masks stay in the device's memory.
     return makers[mask](setting, **given)
 
 
-def _gaussian_pool(setting: Setting, **options: Any) -> MaskScheme:
+def make_gaussian_pool(setting: Setting, **options: Any) -> MaskScheme:
+    """Makes the mask `gaussian-pool`, whose options these are."""
     return GaussianPool(**options)
 
 
-def _shares(setting: Setting) -> MaskScheme:
+def make_shares(setting: Setting, precision: str = DEFAULT_PRECISION) -> MaskScheme:
+    """Makes the mask `shares`, whose option this is."""
     ledger = setting.open_ledger()
-    return Shares(lambda: ledger.fresh_seed("shares"), ledger.close)
+    return Shares(lambda: ledger.fresh_seed("shares"), ledger.close, precision)
 
 
-def _pool_bytes(setting: Setting, given: int | None) -> int:
-    return default_bytes(setting.features, free_memory()) if given is None else given
+def _make_pool(
+    setting: Setting, pool: str, pool_bytes: int | None, is_steady: bool = False
+) -> tuple[int, RowFile | None]:
+    """Returns the size of a pool, and its file if it has one.
+
+    Args:
+        is_steady: whether the default size must not follow what the machine has free.
+    """
+    if pool == "memory":
+        default = DEFAULT_BYTES if is_steady else default_bytes(setting.features, free_memory())
+        return default if pool_bytes is None else pool_bytes, None
+    folder = setting.pool_folder or setting.hints_folder.with_name("masks")
+    if pool_bytes is None:
+        pool_bytes = default_disk_bytes(setting.features, None if is_steady else _free_disk(folder))
+    return pool_bytes, RowFile(folder, pool_bytes)
 
 
-def _pad(setting: Setting, pool_bytes: int | None = None, background: bool = True) -> MaskScheme:
+def _free_disk(folder: Path) -> int:
+    """Returns the free bytes of the disk on which a folder is or will be."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    return shutil.disk_usage(there).free
+
+
+def make_pad(
+    setting: Setting,
+    pool_bytes: int | None = None,
+    background: bool = True,
+    pool: str = "memory",
+    precision: str = DEFAULT_PRECISION,
+) -> MaskScheme:
+    """Makes the mask `pad`, whose options these are."""
     if setting.weight_of is None:
         raise ConfigurationError("mask='pad' needs the tenant's own weights: verify='path or hub id' names them")
-    ledger = setting.open_ledger()
+    budget, file = _make_pool(setting, pool, pool_bytes)
+    ledger = _ledger(setting, file)
     return Pad(
-        setting.weight_of, lambda: ledger.fresh_seed("pad"), _pool_bytes(setting, pool_bytes), background, ledger.close,
-        setting.features,
+        setting.weight_of, lambda: ledger.fresh_seed("pad"), budget, background, ledger.close, setting.features, file,
+        precision=precision,
     )  # fmt: skip
 
 
-def _lattice(
+def _ledger(setting: Setting, file: RowFile | None) -> Ledger:
+    try:
+        return setting.open_ledger()
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
+
+
+def make_lattice(
     setting: Setting,
     parameters: str | LatticeParameters = "default",
     allow_toy: bool = False,
-    hints: str = "disk",
+    hints: str | None = None,
     hint_bits: int = 32 - DEFAULT_DROPPED_BITS,
     hint_ram_bytes: int = DEFAULT_RAM_BUDGET_BYTES,
     pool_bytes: int | None = None,
     background: bool = True,
+    pool: str = "memory",
+    precision: str = DEFAULT_PRECISION,
 ) -> MaskScheme:
+    """Makes the mask `lattice`, whose options these are."""
     chosen = choose(parameters, allow_toy)
-    folder = setting.hints_folder if hints == "disk" else None
+    check_hints({"hints": hints}, setting.verified)
+    folder = setting.hints_folder if hints != "stream" else None
+    hints_from = "fetched" if folder is None or not setting.verified else hints
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
-    if folder is None and pool_bytes is None:
-        # How often a hint that is not stored is fetched follows the budget, so the provider would see free memory.
-        pool_bytes = DEFAULT_BYTES
-    budget = _pool_bytes(setting, pool_bytes)
+    # How often a hint that is not stored is fetched follows the budget, so the provider would see free memory.
+    budget, file = _make_pool(setting, pool, pool_bytes, is_steady=folder is None)
     return Lattice(
-        chosen, setting.open_ledger(), store, setting.verified, budget, background, setting.limits, setting.features,
-        setting.mask_device,
+        chosen, _ledger(setting, file), store, setting.verified, budget, background, setting.limits, setting.features,
+        setting.mask_device, file, precision, hints_from,
     )  # fmt: skip

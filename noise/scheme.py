@@ -20,8 +20,12 @@ from wire.frame import Arithmetic, Call, Direction
 from wire.payload import MessagePayload, Payload
 from wire.ring import coding, kernels
 from wire.ring.seeded_rows import Rows
+from wire.ring.widths import FULL_BITS, SHORT_REPLY_BITS, enough_bits
 
 _CPU = torch.device("cpu")
+TOLERANCE = 1.25e-3
+"""τ, the largest rounding error of a product that `balanced` accepts, as a share of what a row gives that is not turned
+to any column. docs/decisions/0018-short-rows.md has what losses, gradients and answers do at this and other values."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,11 @@ columns) and returns the pending product of the payload's rows and the weight. T
 holds noise rows; with purpose HINT it holds the seed of rows of the public matrix."""
 
 
+WeightOf = Callable[[int], torch.Tensor]
+"""A function that returns the tenant's own W̃ of a group, by the group's number: int8, shape (in_features,
+out_features)."""
+
+
 class MaskScheme(Protocol):
     """Defines the interface of a mask that tenant_sdk uses."""
 
@@ -122,6 +131,11 @@ class MaskScheme(Protocol):
     def arithmetic(self) -> Arithmetic:
         """Returns the arithmetic of the mask's messages. In FLOAT the provider adds the bias to the product; in RING it
         does not."""
+        ...
+
+    @property
+    def precision(self) -> str:
+        """Returns how many bits of a number cross, by its name in `noise.options.PRECISIONS`."""
         ...
 
     def bind(self, effect_path: EffectPath) -> None:
@@ -168,18 +182,60 @@ class EncodedRow(NamedTuple):
         return "EncodedRow()"
 
 
+def number_bits(features: int, weight_norm: float, precision: str) -> tuple[int, int]:
+    """Returns how many bits each number of a request has, and each of its reply. They follow from a norm of the
+    manifest and the precision alone, so they are the same for every row of a session.
+
+    Args:
+        features, weight_norm: see `wire.ring.widths.enough_bits`.
+        precision: one of `noise.options.PRECISIONS`.
+    """
+    if precision == "exact":
+        return FULL_BITS, FULL_BITS
+    bits = enough_bits(features, weight_norm, TOLERANCE)
+    return bits, SHORT_REPLY_BITS if precision == "short" else bits
+
+
+def rounding_sigma(bits: int) -> float:
+    """Returns the standard deviation of the error of rounding to a number of bits, in units of encoded rows."""
+    return 0.0 if bits == FULL_BITS else 2.0 ** (FULL_BITS - bits) / math.sqrt(12)
+
+
+def product_call(group: GroupSpec, direction: Direction, precision: str) -> Call:
+    """Returns the call for a product in ring arithmetic, with the bits of its numbers; see `number_bits`."""
+    norm = group.column_norm if direction is Direction.FORWARD else group.row_norm
+    bits, reply_bits = number_bits(group.widths(direction)[0], norm, precision)
+    return Call(group.id, direction, Arithmetic.RING, bits=bits, reply_bits=reply_bits)
+
+
+def error_bounds(call: Call, request_cols: int, error_bound: float, slack: float) -> tuple[float, float]:
+    """Returns the `error_norm` and the `slack` of `wire.ring.coding.encode` for rows that a mask hides and that are
+    rounded to the widths of a call.
+
+    Args:
+        call: the call of the rows.
+        request_cols: how many numbers a row has.
+        error_bound: a bound on each number of the mask's error.
+        slack: a bound on every other error of a product, without that of the widths.
+    """
+    moved = 0.0 if call.bits == FULL_BITS else 2.0 ** (FULL_BITS - 1 - call.bits)
+    reply_moved = 0.0 if call.reply_bits == call.bits else 2.0 ** (FULL_BITS - 1 - call.reply_bits)
+    return (error_bound + moved) * math.sqrt(request_cols), slack + reply_moved
+
+
 class RowEncoder:
     """Encodes a single row into its message. A mask does this for each of the hundred calls of a decode step, so it
     must be fast."""
 
-    def __init__(self, error_bound: float = 0.0, slack: float = 0.0) -> None:
+    def __init__(self, error_bound: float = 0.0, slack: float = 0.0, precision: str = "exact") -> None:
         """Keeps the settings of the encoding.
 
         Args:
             error_bound: a bound on each number of a mask's error.
             slack: see `wire.ring.coding.encode`.
+            precision: one of `noise.options.PRECISIONS`.
         """
-        self._error_bound, self._slack = error_bound, slack
+        self._error_bound, self._slack, self._precision = error_bound, slack, precision
         self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 
     def encode(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> EncodedRow | None:
@@ -201,17 +257,18 @@ class RowEncoder:
         _, call, codec = known
         if codec is None:
             return None
-        payload = MessagePayload(rows.shape[1])
+        payload = MessagePayload(rows.shape[1], call.bits)
         return EncodedRow(call, payload, codec, codec.encode(rows, payload.numbers))
 
     def _make(self, group: GroupSpec, direction: Direction) -> tuple[Call, coding.RowCodec | None]:
-        call, widths = Call(group.id, direction, Arithmetic.RING), group.widths(direction)
+        call, widths = product_call(group, direction, self._precision), group.widths(direction)
         if not kernels.available() or 0 in widths:
             return call, None
-        error_norm, alpha = self._error_bound * math.sqrt(widths[0]), group.alpha_on(_CPU).contiguous()
+        error_norm, slack = error_bounds(call, widths[0], self._error_bound, self._slack)
+        alpha = group.alpha_on(_CPU).contiguous()
         if direction is Direction.FORWARD:
-            return call, coding.RowCodec(widths, group.column_norm, error_norm, self._slack, None, alpha)
-        return call, coding.RowCodec(widths, group.row_norm, error_norm, self._slack, alpha, None)
+            return call, coding.RowCodec(widths, group.column_norm, error_norm, slack, None, alpha)
+        return call, coding.RowCodec(widths, group.row_norm, error_norm, slack, alpha, None)
 
 
 def encode_rows(

@@ -102,6 +102,34 @@ PeerUid = Annotated[
 Parameters = Annotated[
     str | None, typer.Option(help="Of the lattice mask: default, conservative or lean.", rich_help_panel=_PRIVACY)
 ]
+Pool = Annotated[
+    str | None,
+    typer.Option(
+        help="Where ready masks wait: memory (at most 2147 MB), or disk: encrypted, in a file of at most 17180 MB in "
+        "the cache, with at most 134 MB in memory.",
+        show_default="memory",
+        metavar="memory|disk",
+        rich_help_panel=_PRIVACY,
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        help="How many bits of a masked number cross: balanced, 24 to 32 by each layer's norms; exact, 32; short, as "
+        "balanced and 16 of a reply, without --verify.",
+        show_default="balanced; tenant serve: exact",
+        metavar="exact|balanced|short",
+        rich_help_panel=_PRIVACY,
+    ),
+]
+Hints = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the lattice mask: local (computed here; needs --verify), fetched or stream.",
+        show_default="what is estimated faster",
+        rich_help_panel=_PRIVACY,
+    ),
+]
 
 
 def _client(
@@ -111,6 +139,9 @@ def _client(
     mask: str,
     verify: str | None,
     parameters: str | None,
+    hints: str | None,
+    pool: str | None,
+    precision: str | None,
     tokenizer: str | None,
     pad_rows: int | None,
     accept_change: list[str] | None,
@@ -124,7 +155,7 @@ def _client(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no hub is needed, since the bundle has every file
     from noise.options import DEFAULT_MASK
     from tenant_sdk.identity import endpoints_of
-    from tenant_sdk.plan import check_early
+    from tenant_sdk.plan import check_early, mask_options
     from wire.transport.identity import load_identity
 
     if not url and not identity:
@@ -138,7 +169,8 @@ def _client(
     identities = folders if len(folders) > 1 else [next(iter(folders), None)] * len(urls)
     check_early(
         urls=urls, identities=identities,
-        mask=mask or DEFAULT_MASK, parameters=parameters, verify=verify, tokenizer=tokenizer, pad_rows=pad_rows,
+        mask=mask or DEFAULT_MASK, parameters=parameters, hints=hints, pool=pool,
+        precision=precision, verify=verify, tokenizer=tokenizer, pad_rows=pad_rows,
         accept_changes=accept_change or (), peer_uid=peer_uid,
     )  # fmt: skip
     check()
@@ -149,13 +181,12 @@ def _client(
     with told_if_slow("tenant: loading torch and transformers", to_stderr):
         from tenant_sdk import TenantClient
 
-    options = {"parameters": parameters} if parameters else {}
     return TenantClient(
         urls if len(urls) > 1 else urls[0],
         identity=folders if len(folders) > 1 else next(iter(folders), None),
         mask=mask or DEFAULT_MASK,
         verify=verify,
-        mask_options=options,
+        mask_options=mask_options(parameters, hints, pool, precision),
         tokenizer=tokenizer,
         pad_rows=False if pad_rows is None else pad_rows,
         accept_changes=accept_change or (),
@@ -182,8 +213,9 @@ def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None
 
 
 _CONNECTION: dict[str, Any] = {
-    "url": Url, "identity": Identity, "mask": Mask, "verify": Verify, "parameters": Parameters, "tokenizer": Tokenizer,
-    "pad_rows": PadRows, "accept_change": AcceptChange, "peer_uid": PeerUid,
+    "url": Url, "identity": Identity, "mask": Mask, "verify": Verify, "parameters": Parameters, "hints": Hints,
+    "pool": Pool, "precision": Precision, "tokenizer": Tokenizer, "pad_rows": PadRows, "accept_change": AcceptChange,
+    "peer_uid": PeerUid,
 }  # fmt: skip
 """The types of the options of `_client`, by name."""
 
@@ -252,6 +284,9 @@ def generate(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    hints: Hints = None,
+    pool: Pool = None,
+    precision: Precision = None,
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
@@ -276,8 +311,9 @@ def generate(
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
     client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
+        pool=pool, precision=precision,
+        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
         client.generate(
@@ -296,6 +332,9 @@ def chat(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    hints: Hints = None,
+    pool: Pool = None,
+    precision: Precision = None,
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
@@ -310,8 +349,9 @@ def chat(
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
     client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
+        pool=pool, precision=precision,
+        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     from tenant_sdk.terminal import talk
 
@@ -355,6 +395,9 @@ def serve(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    hints: Hints = None,
+    pool: Pool = None,
+    precision: Precision = None,
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
@@ -399,9 +442,12 @@ def serve(
     )  # fmt: skip
     check_port(settings)
     _check_options(adapters, options, options_given)
+    if precision is None and mask in ("", "lattice"):
+        precision = "exact"  # What rounding takes from a row would make all numbers that may be shown coarser.
     client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
+        pool=pool, precision=precision,
+        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
         serve_command(client, adapters, settings, _show, **options)
@@ -414,6 +460,9 @@ def explain(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    hints: Hints = None,
+    pool: Pool = None,
+    precision: Precision = None,
     tokenizer: Tokenizer = None,
     pad_rows: PadRows = None,
     accept_change: AcceptChange = None,
@@ -424,8 +473,9 @@ def explain(
 ) -> None:
     """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
     client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
-        pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
+        pool=pool, precision=precision,
+        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
     )  # fmt: skip
     with client:
         client.explain(everything)

@@ -7,6 +7,7 @@ leave this process. Activations and gradients leave this process only in the for
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +18,11 @@ import torch
 from transformers import PreTrainedModel
 
 from noise.options import DEFAULT_MASK
+from noise.scheme import rounding_sigma
 from runtime.command_line import to_stderr, told_if_slow
 from tenant_sdk import embedded
 from tenant_sdk.endpoint.settings import OPTION_KINDS, EndpointKeywords, EndpointSettings
-from tenant_sdk.explain import ONLY_IN_USE, explain, not_in_use, problem_of_text, show
+from tenant_sdk.explain import ONLY_IN_USE, bit_range, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
 from tenant_sdk.options import names_keywords, takes_options
 from tenant_sdk.plan import Trust, make_plan
@@ -98,7 +100,7 @@ class TenantClient:
             device: the device on which attention, norms and adapters run.
             cache: folder for providers' bundles and for the lattice mask's hints; $VEILBASE_CACHE or ~/.cache/veilbase
                 by default.
-            progress: whether bars are shown on stderr while a checkpoint is read or hints are fetched.
+            progress: whether bars are shown on stderr while a checkpoint is read or hints are fetched or computed.
             tokenizer: a tokenizer that you trust (folder, GGUF file, hub id or smollm2-135m), which has to map tokens
                 as the provider's tokenizer does. Without `tokenizer` and `verify`, the provider's tokenizer decides how
                 text becomes rows, and the provider sees the number of rows.
@@ -226,8 +228,13 @@ class TenantClient:
 
     @property
     def error_sigma(self) -> float:
-        """Returns the standard deviation of the lattice mask's error, in units of encoded rows; 0 for other masks."""
-        return float(getattr(getattr(self._open().scheme, "parameters", None), "sigma", 0.0))
+        """Returns the standard deviation of the error that the lattice mask leaves in a row, with that of rounding, in
+        units of encoded rows; 0 for other masks."""
+        session = self._open()
+        sigma = float(getattr(getattr(session.scheme, "parameters", None), "sigma", 0.0))
+        if sigma == 0.0:
+            return 0.0
+        return math.hypot(sigma, rounding_sigma(bit_range(session.scheme, session.manifest)[0]))
 
     @property
     def is_verified(self) -> bool:
@@ -429,11 +436,11 @@ class TenantClient:
 
     @names_keywords
     def fetch_hints(self, backward: bool = False) -> None:
-        """Fetches the lattice mask's hints (products of weights and a public matrix), with a progress bar; other masks
-        have no hints.
+        """Fetches or computes the lattice mask's hints (products of weights and a public matrix), with a progress bar;
+        other masks have no hints. docs/masks.md, "Where hints come from", says which of the two, and why.
 
         Args:
-            backward: whether hints for gradients, which fine-tuning needs, are fetched too.
+            backward: whether hints for gradients, which fine-tuning needs, are included.
         """
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()

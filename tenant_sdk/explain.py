@@ -16,7 +16,7 @@ from typing import Any
 from noise.masks.off import READABLE
 from noise.options import RING_ONLY
 from noise.registry import readable
-from noise.scheme import MaskScheme
+from noise.scheme import MaskScheme, number_bits
 from noise.verify import FAILED, Verifier
 from tenant_sdk.plan import Plan
 from tenant_sdk.session import UNVERIFIED, Session
@@ -24,8 +24,9 @@ from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.rows import check_fits
 from tenant_sdk.text.source import has_tokenizer
 from wire.errors import VeilbaseError, printable
-from wire.frame import ITEM_BYTES, Arithmetic
-from wire.manifest import Manifest
+from wire.frame import ITEM_BYTES, Arithmetic, Direction
+from wire.manifest import GroupInfo, Manifest
+from wire.ring.widths import SHORT_REPLY_BITS, row_bytes
 
 _LEAST_WORDS = 20
 """The fewest characters beside the names for which a text is wrapped."""
@@ -92,7 +93,9 @@ def explain(session: Session, plan: Plan, problem: str | None = None, leave_out:
         lines[_KINDS_LINE] = _KINDS
         lines["outside the claim"] = _OUTSIDE
         lines[_TRAINING_LINE] = f"{_TRAINING}; {_loss_branches(plan)}"
-    lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
+    if hides:
+        lines["precision"] = _precision(scheme, manifest)
+    lines["bytes per token"] = _bytes_per_token(scheme, manifest)
     lines["weights"] = _weights(scheme, manifest)
     if problem is not None:
         lines["NOT USABLE"] = problem
@@ -207,17 +210,44 @@ def _row_counts(verified: bool, plan: Plan) -> str:
     )
 
 
-def _bytes_per_token(manifest: Manifest, providers: int) -> str:
+def _bits(scheme: MaskScheme, group: GroupInfo, direction: Direction) -> tuple[int, int]:
+    norm = group.max_column_norm if direction is Direction.FORWARD else group.max_row_norm
+    return number_bits(group.widths(direction)[0], norm, scheme.precision)
+
+
+def bit_range(scheme: MaskScheme, manifest: Manifest) -> tuple[int, int]:
+    """Returns the fewest and the most bits that a number of a request has, of all groups and both directions."""
+    found = [_bits(scheme, group, direction)[0] for group in manifest.groups for direction in Direction]
+    return min(found), max(found)
+
+
+def _precision(scheme: MaskScheme, manifest: Manifest) -> str:
+    low, high = bit_range(scheme, manifest)
+    sent = f"{low} bits" if low == high else f"{low} to {high} bits, by each layer's norms,"
+    replies = {
+        "exact": "as many of its product",
+        "balanced": "as many of its product, which is exact for what was sent",
+        "short": f"{SHORT_REPLY_BITS} of its product",
+    }[scheme.precision]
+    return f"{scheme.precision}: {sent} of each masked number cross, and {replies}; rounding comes after masking"
+
+
+def _bytes_per_token(scheme: MaskScheme, manifest: Manifest) -> str:
     """Returns the text that says how many bytes are sent and received for a token in the forward and the backward pass.
 
-    With `shares` both providers send replies, and only one receives rows. The other receives 48 bytes a call, which are
-    not counted.
+    With `shares` both providers send replies, that of the second at 32 bits, and only one receives rows. The other
+    receives 48 bytes a call, which are not counted.
     """
-    up = ITEM_BYTES * sum(group.in_features for group in manifest.groups)
-    down = ITEM_BYTES * sum(group.out_features for group in manifest.groups)
-    forward = f"{_size(up)} up, {_size(down * providers)} down"
-    backward = f"{_size(down)} up, {_size(up * providers)} down"
-    return f"forward {forward}; backward {backward}"
+    told = []
+    for direction in Direction:
+        up = down = 0
+        for group in manifest.groups:
+            bits, reply_bits = _bits(scheme, group, direction)
+            given, replied = group.widths(direction)
+            up += row_bytes(given, bits)
+            down += row_bytes(replied, reply_bits) + (ITEM_BYTES * replied if scheme.name == "shares" else 0)
+        told.append(f"{direction.name.lower()} {_size(up)} up, {_size(down)} down")
+    return "; ".join(told)
 
 
 def _size(num_bytes: int) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from noise.options import MASKS, RING_ONLY, check_num_providers, check_options
+from noise.options import MASKS, RING_ONLY, check_hints, check_num_providers, check_options, check_precision
 from noise.params import choose
 from runtime.command_line import nearest
 from tenant_sdk.identity import endpoints_of
@@ -175,6 +175,8 @@ def make_plan(
     """
     urls, identities = _providers(url, identity)
     options = _check_mask(mask, {} if mask_options is None else mask_options)
+    check_precision(options, verify is not None)
+    check_hints(options, verify is not None)
     _check_places(urls, identities, weights)
     _check_peer_uid(urls, peer_uid)
     return Plan(
@@ -197,22 +199,31 @@ def make_plan(
     )
 
 
+def mask_options(parameters: str | None, hints: str | None, pool: str | None, precision: str | None) -> dict[str, Any]:
+    """Returns the options of a mask that a command's flags name."""
+    given = {"parameters": parameters, "hints": hints, "pool": pool, "precision": precision}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def check_early(
-    *, urls: Sequence[str], identities: Sequence[Path | None], mask: str, parameters: str | None, verify: str | None,
-    tokenizer: str | None, pad_rows: int | None, accept_changes: Sequence[str], peer_uid: int | None,
+    *, urls: Sequence[str], identities: Sequence[Path | None], mask: str, parameters: str | None, hints: str | None,
+    pool: str | None, precision: str | None, verify: str | None, tokenizer: str | None, pad_rows: int | None,
+    accept_changes: Sequence[str], peer_uid: int | None,
 ) -> None:  # fmt: skip
     """Checks a command's options as far as that is possible without torch and without the network, so that a mistake is
     told at once. It says nothing that `make_plan` and a session would not say later.
 
     Args:
         urls, identities: one URL and one identity, or None, for each provider.
-        parameters: the name of the lattice mask's parameters.
+        parameters, hints, pool, precision: the options of the mask that the commands have.
         mask, verify, tokenizer, pad_rows, accept_changes, peer_uid: see `TenantClient`.
 
     Raises:
         ConfigurationError, WeakParameters: an option is impossible, or a file that it names is not there.
     """
-    _check_mask(mask, {} if parameters is None else {"parameters": parameters})
+    given = _check_mask(mask, mask_options(parameters, hints, pool, precision))
+    check_precision(given, verify is not None)
+    check_hints(given, verify is not None)
     check_num_providers(mask, len(urls))
     if parameters is not None:
         choose(parameters, False)

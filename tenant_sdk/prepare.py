@@ -1,4 +1,4 @@
-"""This module fetches hints from the provider and makes masks on this machine, before a model is used.
+"""This module gets hints, from the provider or by computing them, and makes masks, before a model is used.
 
 A hint is the product of the lattice mask's public matrix and the weight of a layer group.
 """
@@ -12,7 +12,7 @@ import torch
 
 from noise.masks.lattice import Lattice
 from noise.masks.pad import Pad
-from noise.scheme import GroupSpec, MaskScheme
+from noise.scheme import GroupSpec, MaskScheme, WeightOf
 from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.progress import counting
 from wire.frame import Direction
@@ -22,11 +22,11 @@ from wire.manifest import Manifest
 def prefetch_hints(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], progress: bool
 ) -> None:
-    """Fetches every hint (a weight's product with the public matrix) that is not on disk; a repeated call continues an
-    interrupted fetch.
+    """Fetches or computes every hint (a weight's product with the public matrix) that is not on disk; a repeated call
+    continues one that was interrupted.
 
     Args:
-        scheme: the mask; nothing is fetched unless the mask is a `Lattice` that stores hints.
+        scheme: the mask; nothing is done unless the mask is a `Lattice` that stores hints.
         manifest, folder: the provider's manifest and its bundle's folder.
         directions: FORWARD, and BACKWARD for fine-tuning.
         progress: whether to show a bar.
@@ -34,10 +34,19 @@ def prefetch_hints(
     if not isinstance(scheme, Lattice) or not scheme.keeps_hints:
         return
     wanted = list(_pairs(manifest, folder, directions))
-    with counting("fetching hints", progress and not scheme.has_hints(wanted)) as report:
+    what = "computing hints" if scheme.computes_hints else "fetching hints"
+    with counting(what, progress and not scheme.has_hints(wanted)) as report:
         for done, (group, direction) in enumerate(wanted, 1):
             scheme.prefetch(group, direction)
             report(done, len(wanted))
+
+
+def settle_hints(scheme: MaskScheme, manifest: Manifest, folder: Path, weight_of: WeightOf | None) -> str | None:
+    """Decides whether the lattice mask's hints are computed here or fetched; see `Lattice.settle_hints`, which also
+    says what is returned. Other masks have no hints."""
+    if not isinstance(scheme, Lattice):
+        return None
+    return scheme.settle_hints(weight_of, list(_pairs(manifest, folder, (Direction.FORWARD, Direction.BACKWARD))))
 
 
 def prepare_masks(

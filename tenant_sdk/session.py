@@ -24,7 +24,7 @@ from noise.masks.gaussian_pool import NotPrivateWarning
 from noise.masks.off import READABLE
 from noise.options import RING_ONLY
 from noise.registry import Setting, choose_arithmetic, make_scheme, readable
-from noise.scheme import MaskScheme
+from noise.scheme import MaskScheme, WeightOf
 from noise.verify import Verifier
 from runtime.command_line import told_if_slow
 from tenant_sdk import embedded
@@ -32,6 +32,7 @@ from tenant_sdk.identity import issuer_of, tenant_name
 from tenant_sdk.model.build import context_length
 from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.plan import Plan
+from tenant_sdk.prepare import settle_hints
 from tenant_sdk.text.source import LocalSource, TenantText, named_text, provider_text, verified_text
 from tenant_sdk.trust.bundle import default_cache, fetch_bundle
 from tenant_sdk.trust.compare import check_manifest_config
@@ -137,6 +138,8 @@ def open_session(
         # at once.
         scheme = make_scheme(plan.mask, _arithmetic(plan, setting), plan.mask_options, setting)
         undo.callback(scheme.close)
+        bundle: Path | None = None
+        weight_of: WeightOf | None = None
         if verifier is not None:
             with told_if_slow(f"comparing with the trusted checkpoint {plan.verify}", say) as is_told:
 
@@ -145,8 +148,13 @@ def open_session(
                     if on_verified is not None:
                         on_verified(done, total)
 
-                _compare(plan, connections[0], manifest, report, own_weights, verifier)
+                bundle, weight_of = _compare(plan, connections[0], manifest, report, own_weights, verifier)
         executor = RemoteExecutor(connections, scheme, manifest.limits, verifier)
+        if bundle is not None:
+            with executor.in_session():
+                line = settle_hints(scheme, manifest, bundle, weight_of)
+            if line is not None and say is not None:
+                say(line)
         undo.pop_all()
     if verifier is None and plan.mask in RING_ONLY:
         warnings.warn(unverified(plan), NotVerifiedWarning, stacklevel=users_line())
@@ -254,6 +262,7 @@ def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
         offered=("ring", "float"),
         open_ledger=lambda: _open_ledger(plan, identity),
         hints_folder=(plan.cache or default_cache()) / "hints",
+        pool_folder=(plan.cache or default_cache()) / "masks",
         num_providers=len(plan.urls),
         verified=plan.verify is not None,
         mask_device=plan.mask_device,
@@ -313,10 +322,13 @@ def _compare(
     on_verified: Callable[[int, int], None],
     own_weights: dict[int, torch.Tensor],
     verifier: Verifier,
-) -> None:
+) -> tuple[Path, WeightOf | None]:
     """Compares the provider with the trusted checkpoint, and gives the verifier the checkpoint's weights.
 
     For mask='pad' the quantised trusted weights are put into `own_weights`, by group number.
+
+    Returns:
+        The folder of the provider's bundle, and what `TrustedCheckpoint.check_provider` returns.
 
     Raises:
         ConfigurationError: there is no such checkpoint.
@@ -326,4 +338,5 @@ def _compare(
 
     checkpoint, folder = TrustedCheckpoint.open(str(plan.verify)), fetch_bundle(connection, manifest, plan.cache)
     keep = own_weights.__setitem__ if plan.mask == "pad" else None
-    checkpoint.check_provider(manifest, folder, verifier, on_verified, keep, plan.cache or default_cache())
+    cache = plan.cache or default_cache()
+    return folder, checkpoint.check_provider(manifest, folder, verifier, on_verified, keep, cache)

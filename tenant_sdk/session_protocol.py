@@ -46,8 +46,8 @@ class TextSession(ModelSource, Protocol):
         """Returns the model's context length, which is the largest number of tokens in one sequence."""
 
     def fetch_hints(self, backward: bool = False) -> None:
-        """Fetches the lattice mask's hints (products of weights and a public matrix); with `backward` also hints for
-        gradients."""
+        """Fetches or computes the lattice mask's hints (products of weights and a public matrix); with `backward` also
+        hints for gradients."""
 
 
 class TrainingSession(TextSession, Protocol):

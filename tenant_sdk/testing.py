@@ -46,7 +46,7 @@ from wire.errors import (
     code_of,
     error_from_code,
 )
-from wire.frame import DTYPES, ITEM_BYTES, Call, Direction
+from wire.frame import DTYPES, Call, Direction, FrameType, held_bytes, payload_bytes
 from wire.limits import deadline_s
 from wire.manifest import Manifest
 from wire.payload import Payload
@@ -357,13 +357,13 @@ class _Connection(InprocConnection):
         """Computes what the script leaves; see `Connection.submit`."""
         payload.check(call)
         number, action = self._provider._decide(call, payload, reply_cols, self.manifest())
-        deadline = deadline_s(payload.num_bytes + payload.num_rows * reply_cols * ITEM_BYTES)
+        deadline = deadline_s(held_bytes(call, payload.num_rows, payload.cols, reply_cols))
         if isinstance(action, Fail):
-            return self._without_reply(payload, action.made(number))
+            return self._without_reply(call, payload, action.made(number))
         if isinstance(action, Drop) or (isinstance(action, Delay) and action.seconds >= deadline):
             # the text of wire/transport/multiplexer.py
             return self._without_reply(
-                payload, DeadlineExceeded(f"no complete answer to request {number} within its deadline")
+                call, payload, DeadlineExceeded(f"no complete answer to request {number} within its deadline")
             )
         sent_at = time.monotonic()
         pending = super().submit(call, payload, reply_cols)
@@ -371,8 +371,8 @@ class _Connection(InprocConnection):
             return _Late(pending, sent_at + action.seconds)
         return pending if action is None else _changed(pending.result(), action)
 
-    def _without_reply(self, payload: Payload, error: VeilbaseError) -> Pending:
-        self.traffic.add(payload.num_bytes, 0, 1)
+    def _without_reply(self, call: Call, payload: Payload, error: VeilbaseError) -> Pending:
+        self.traffic.add(payload_bytes(FrameType.REQUEST, call, payload.num_rows, payload.cols), 0, 1)
         return _Failed(error)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,13 +17,18 @@ tenant_sdk.tune()  # must come before torch and grpc are imported
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import torch
 
-from tests.support.waiting import SLOW_TIMEOUT_S
+from tests.support import waiting
+from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S
 
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected, see below
+jinja2.Environment.compile = functools.lru_cache(maxsize=32)(jinja2.Environment.compile)  # type: ignore[method-assign]
+"""PEFT writes a model card with every adapter, and compiles the card's template for each one, which takes longer than a
+step of training. The cache keeps an environment's own templates only."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,18 +39,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lets a slow test wait for longer."""
+    waiting.limit_s = SLOW_TIMEOUT_S / 2 if item.get_closest_marker("slow") else WAIT_S
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """Leaves out of all later garbage collections what was loaded by now: modules, and thousands of tests. None of it
     becomes garbage, and to go through it takes a third of a second for each full collection."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)  # models and trainers make so many objects that 700 are there all the time
     gc.enable()
 
 
+_cache_numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives every test a bundle cache of its own, so that no test uses the user's cache."""
-    monkeypatch.setenv("VEILBASE_CACHE", str(tmp_path / "cache"))
+def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives every test a bundle cache of its own, so that no test uses the user's cache. The folder is made by what
+    writes to it: to make one for every test takes a millisecond, which is most of what many tests take."""
+    monkeypatch.setenv("VEILBASE_CACHE", str(tmp_path_factory.getbasetemp() / "caches" / str(next(_cache_numbers))))
 
 
 @pytest.fixture(scope="session")

@@ -25,18 +25,39 @@ class Arithmetic(IntEnum):
 
 class Purpose(IntEnum):
     """Says which product is requested. PRODUCT adds the bias if the arithmetic is FLOAT; EFFECT leaves the bias out;
-    HINT is for RING only and multiplies rows that the provider expands from a seed."""
+    HINT is for RING only and multiplies rows that the provider expands from a seed. WEIGHTS is reserved for a provider
+    that gives away its weights; none does, and it is answered as a layer that is not there."""
 
     PRODUCT = 0
     EFFECT = 1
     HINT = 2
+    WEIGHTS = 3
 
 
 @dataclass(frozen=True)
 class Call:
-    """Identifies the product that a request asks for, by layer group, direction, arithmetic and purpose."""
+    """Identifies the product that a request asks for, by layer group, direction, arithmetic and purpose, and the widths
+    of the numbers that cross.
+
+    Attributes:
+        bits: how many bits each number of the request has, 24, 26, 28 or 32; 32 if the arithmetic is FLOAT or the
+            purpose is HINT.
+        reply_bits: how many bits each number of the reply has: `bits`, or 16.
+    """
 
     group: int
     direction: Direction
     arithmetic: Arithmetic
     purpose: Purpose = Purpose.PRODUCT
+    bits: int = 32
+    reply_bits: int = 32
+
+    @property
+    def product(self) -> Call:
+        """Returns this call with numbers of 32 bits. Rows are multiplied alike whatever their widths, so requests of
+        several widths can share a product."""
+        return (
+            self
+            if self.bits == self.reply_bits == 32
+            else Call(self.group, self.direction, self.arithmetic, self.purpose)
+        )

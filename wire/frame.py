@@ -23,17 +23,19 @@ from wire.call import Direction as Direction
 from wire.call import Purpose as Purpose
 from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
 from wire.limits import CHUNK_BYTES
+from wire.ring import widths
 from wire.ring.buffers import unwritten
 from wire.ring.seeded_rows import PACKED_BYTES, Rows, SeededRows
+from wire.ring.widths import FULL_BITS, REQUEST_BITS, SHORT_REPLY_BITS, row_bytes
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"VEIL"
 
-_HEADER = struct.Struct("<BBBBIQIIQQIHH")
+_HEADER = struct.Struct("<BBBBIQIIQQIHBB")
 HEADER_BYTES = _HEADER.size
 ITEM_BYTES = 4
-"""How many bytes one number of a tensor takes on the wire. Both arithmetics send four-byte numbers: int32 in the ring,
-float32 otherwise."""
+"""How many bytes one number takes in memory: int32 in the ring, float32 otherwise. On the wire a ring number may take
+fewer bits (`Call.bits`)."""
 
 with warnings.catch_warnings():
     # torch warns once per process that a bytes object is read-only. The views that are made here are never written to.
@@ -58,7 +60,7 @@ class FrameType(IntEnum):
 
 
 _NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
-IN_WINDOW = 1
+IN_WINDOW = 1 << 15
 """The `code` of a REQUEST or REPLY whose numbers are in memory that both ends share, and not in its payload."""
 DTYPES = {Arithmetic.RING: torch.int32, Arithmetic.FLOAT: torch.float32}
 
@@ -75,7 +77,8 @@ class Header:
         deadline_ms: in a REQUEST, how many milliseconds the tenant will wait, counted from the request's first frame;
             in an ERROR with code QUOTA or UNAVAILABLE, after how many milliseconds the tenant may try again, or 0 if
             the provider does not know.
-        code: the protocol version (HELLO, WELCOME), the error number (ERROR), or `IN_WINDOW` (REQUEST, REPLY).
+        code: the protocol version (HELLO, WELCOME) or the error number (ERROR); in a REQUEST or REPLY the number of the
+            model, which is 0, and `IN_WINDOW` where its numbers are in a window.
     """
 
     kind: FrameType
@@ -93,7 +96,8 @@ class Header:
         call = self.call
         return _HEADER.pack(
             self.kind, call.direction, call.arithmetic, call.purpose, call.group, self.request_id,
-            self.rows, self.cols, self.offset, self.total_bytes, self.deadline_ms, self.code, 0,
+            self.rows, self.cols, self.offset, self.total_bytes, self.deadline_ms, self.code, FULL_BITS - call.bits,
+            FULL_BITS - call.reply_bits,
         )  # fmt: skip
 
 
@@ -107,21 +111,33 @@ def parse(message: bytes | memoryview) -> tuple[Header, memoryview]:
         The header, and a view of the payload (no copy).
 
     Raises:
-        MalformedFrame: the message is too short, a field holds an unknown number, the last field is not zero, or the
-            payload runs past the end of the tensor.
+        MalformedFrame: the message is too short, a field holds an unknown number, the numbers have widths that do not
+            exist or do not suit the call, or the payload runs past the end of the tensor.
     """
     if len(message) < HEADER_BYTES:
         raise MalformedFrame(f"a frame has at least {HEADER_BYTES} bytes, got {len(message)}")
-    (kind, direction, arithmetic, purpose, group, request_id, rows, cols, offset, total, deadline_ms, code, zero) = (
-        _HEADER.unpack_from(message)
-    )
+    (
+        kind,
+        direction,
+        arithmetic,
+        purpose,
+        group,
+        request_id,
+        rows,
+        cols,
+        offset,
+        total,
+        deadline_ms,
+        code,
+        *dropped,
+    ) = _HEADER.unpack_from(message)
     frame_type = _FRAME_TYPES.get(kind)
     if frame_type is None:
         raise MalformedFrame("a header field holds an unknown number")
-    call = _call(group, direction, arithmetic, purpose)
+    call = _call(group, direction, arithmetic, purpose, *dropped)
     header = Header(frame_type, request_id, call, rows, cols, offset, total, deadline_ms, code)
     payload = memoryview(message)[HEADER_BYTES:]
-    if zero != 0 or offset + len(payload) > total:
+    if offset + len(payload) > total:
         raise MalformedFrame("a frame's payload does not fit its header")
     return header, payload
 
@@ -130,13 +146,20 @@ _FRAME_TYPES = {int(kind): kind for kind in FrameType}
 
 
 @functools.lru_cache(maxsize=4096)
-def _call(group: int, direction: int, arithmetic: int, purpose: int) -> Call:
+def _call(group: int, direction: int, arithmetic: int, purpose: int, dropped: int, reply_dropped: int) -> Call:
     """Returns a `Call` from a cache, since the same few calls recur and new objects would slow each decode step. Raises
-    MalformedFrame if direction, arithmetic or purpose is an unknown number."""
+    MalformedFrame if direction, arithmetic or purpose is an unknown number, or the widths are none of this call."""
+    bits, reply_bits = FULL_BITS - dropped, FULL_BITS - reply_dropped
     try:
-        return Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose))
+        call = Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose), bits, reply_bits)
     except ValueError:
         raise MalformedFrame("a header field holds an unknown number") from None
+    is_whole = call.arithmetic is Arithmetic.FLOAT or call.purpose is Purpose.HINT
+    if bits not in ((FULL_BITS,) if is_whole else REQUEST_BITS):
+        raise MalformedFrame("a request's numbers have a width that does not exist or does not suit it")
+    if reply_bits != bits and (is_whole or reply_bits != SHORT_REPLY_BITS):
+        raise MalformedFrame("a reply's numbers have a width that does not exist or does not suit it")
+    return call
 
 
 def hello(kind: FrameType) -> bytes:
@@ -146,7 +169,7 @@ def hello(kind: FrameType) -> bytes:
 
 def reply_in_window(asked: Header, reply_cols: int) -> bytes:
     """Returns the frame that says that the reply to a request, `reply_cols` numbers a row, is in the window."""
-    size = asked.rows * reply_cols * ITEM_BYTES
+    size = payload_bytes(FrameType.REPLY, asked.call, asked.rows, reply_cols)
     return Header(FrameType.REPLY, asked.request_id, asked.call, asked.rows, reply_cols, 0, size, code=IN_WINDOW).pack()
 
 
@@ -159,16 +182,32 @@ def check_rows(call: Call, rows: Rows) -> None:
         raise InvalidTensor(f"expected a matrix of {DTYPES[call.arithmetic]}, got {rows.dim()}-d {rows.dtype}")
 
 
+def bits_of(kind: FrameType, call: Call) -> int:
+    """Returns how many bits each number of a REQUEST or REPLY has."""
+    return call.bits if kind is FrameType.REQUEST else call.reply_bits
+
+
 def payload_bytes(kind: FrameType, call: Call, rows: int, cols: int) -> int:
-    """Returns the byte count that the header of a REQUEST or REPLY must announce: rows × cols × 4, or 48 for a seed."""
+    """Returns the byte count that the header of a REQUEST or REPLY must announce: that of rows whose numbers have the
+    call's width, each with whole bytes, or 48 for a seed."""
     if kind is FrameType.REQUEST and call.purpose is Purpose.HINT:
         return PACKED_BYTES
-    return rows * cols * ITEM_BYTES
+    return rows * row_bytes(cols, bits_of(kind, call))
 
 
-def rows_bytes(rows: Rows) -> memoryview:
-    """Returns the payload of a request: a flat byte view of its rows (no copy), or the 48 bytes of a seed."""
-    return memoryview(rows.pack()) if isinstance(rows, SeededRows) else tensor_bytes(rows)
+def held_bytes(call: Call, rows: int, cols: int, reply_cols: int) -> int:
+    """Returns how many bytes a request and its reply count for in limits and deadlines: four for each number, whatever
+    its width on the wire, and 48 for a seed."""
+    sent = PACKED_BYTES if call.purpose is Purpose.HINT else rows * cols * ITEM_BYTES
+    return sent + rows * reply_cols * ITEM_BYTES
+
+
+def rows_bytes(rows: Rows, bits: int = FULL_BITS) -> memoryview:
+    """Returns a payload: the bytes of rows whose numbers have `bits` bits (a view, if these are 32), or the 48 bytes of
+    a seed."""
+    if isinstance(rows, SeededRows):
+        return memoryview(rows.pack())
+    return tensor_bytes(rows) if bits == FULL_BITS else widths.pack(rows.detach(), bits)
 
 
 def tensor_bytes(rows: torch.Tensor) -> memoryview:
@@ -263,10 +302,13 @@ class Assembler:
 
 def tensor(header: Header, data: memoryview) -> torch.Tensor:
     """Returns the tensor that a header describes, shape (rows, cols), from all its bytes. Callers must not write to
-    the tensor, since it is a view of these bytes."""
+    the tensor, since it may be a view of these bytes. Raises InvalidTensor if a packed row does not end with zeros."""
     dtype = DTYPES[header.call.arithmetic]
     if header.total_bytes == 0:
         return torch.empty(header.rows, header.cols, dtype=dtype, device="cpu")
+    bits = bits_of(header.kind, header.call)
+    if bits != FULL_BITS:
+        return widths.unpack(data, header.rows, header.cols, bits)
     return torch.frombuffer(data, dtype=dtype).view(header.rows, header.cols)
 
 
@@ -275,7 +317,7 @@ def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) ->
 
     Raises:
         LimitExceeded: the header announces more rows or bytes than the limits allow.
-        MalformedFrame: the byte count is not rows × cols × 4, or not 48 in a request for a hint.
+        MalformedFrame: the byte count is not that of `payload_bytes`.
     """
     if header.rows > max_rows or header.total_bytes > max_tensor_bytes:
         raise LimitExceeded(
@@ -284,6 +326,6 @@ def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) ->
     expected = payload_bytes(header.kind, header.call, header.rows, header.cols)
     if header.total_bytes != expected:
         raise MalformedFrame(f"{header.rows} × {header.cols} numbers do not make {header.total_bytes} bytes")
-    # A seed of 48 bytes may stand for any number of rows, so the size of the expanded rows is checked too.
+    # Rows count as they are in memory: unpacked, or expanded from a seed of 48 bytes, which may stand for any number.
     if header.rows * header.cols * ITEM_BYTES > max_tensor_bytes:
-        raise LimitExceeded(f"expected a seed for at most {max_tensor_bytes} bytes of rows")
+        raise LimitExceeded(f"expected at most {max_tensor_bytes} bytes of rows in memory")

@@ -16,7 +16,9 @@ from wire import frame
 from wire.errors import InvalidTensor
 from wire.frame import HEADER_BYTES, ITEM_BYTES, Call, Header, Purpose
 from wire.limits import CHUNK_BYTES
-from wire.ring.seeded_rows import PACKED_BYTES, Rows, SeededRows
+from wire.ring import widths
+from wire.ring.seeded_rows import Rows, SeededRows
+from wire.ring.widths import FULL_BITS, row_bytes
 
 
 class Payload(Protocol):
@@ -30,11 +32,6 @@ class Payload(Protocol):
     @property
     def cols(self) -> int:
         """Returns how many numbers each row has."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns how many bytes the content takes on the wire, without frame headers."""
         ...
 
     @property
@@ -60,7 +57,7 @@ class Payload(Protocol):
         """Returns the frames to send, in order.
 
         Args:
-            header: the header of the whole request, whose `total_bytes` is `num_bytes`.
+            header: the header of the whole request. Its call says how many bits each number has.
         """
         ...
 
@@ -68,14 +65,15 @@ class Payload(Protocol):
 class RowsPayload:
     """Holds rows as a tensor. The rows must not change until the reply has come."""
 
-    __slots__ = ("_here", "_is_masked", "_rows", "cols", "num_bytes", "num_rows")
+    __slots__ = ("_here", "_is_masked", "_rows", "cols", "num_rows")
 
     def __init__(self, rows: torch.Tensor, is_masked: bool = False) -> None:
         """Keeps `rows`. Rows that are not contiguous are copied, and rows of another device than the CPU cross when
         they are first read.
 
         Args:
-            rows: shape (num_rows, cols), in the dtype of the call's arithmetic.
+            rows: shape (num_rows, cols), in the dtype of the call's arithmetic. Ring numbers must have been rounded to
+                the call's width (`wire.ring.widths.rounded`).
             is_masked: whether a mask hides each number of the rows.
 
         Raises:
@@ -86,7 +84,6 @@ class RowsPayload:
         self._rows = rows.contiguous()
         self._here: torch.Tensor | None = self._rows if rows.is_cpu else None
         self.num_rows, self.cols = rows.shape
-        self.num_bytes = rows.numel() * ITEM_BYTES
         self._is_masked = is_masked
 
     @property
@@ -109,7 +106,7 @@ class RowsPayload:
         return self._rows if self._rows.device == device else None
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
-        return frame.frames(header, frame.tensor_bytes(self.rows(header.call)))
+        return frame.frames(header, frame.rows_bytes(self.rows(header.call), header.call.bits))
 
 
 class SeedPayload:
@@ -117,7 +114,6 @@ class SeedPayload:
 
     __slots__ = ("_seeded", "cols")
 
-    num_bytes = PACKED_BYTES
     masked_rows = None
 
     def __init__(self, seeded: SeededRows, cols: int) -> None:
@@ -144,31 +140,33 @@ class SeedPayload:
         """Returns None; see `Payload.rows_on`."""
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
-        return frame.frames(header, memoryview(self._seeded.pack()))
+        return frame.frames(header, frame.rows_bytes(self._seeded))
 
 
 class MessagePayload:
     """Holds one row that a mask writes directly into the memory that is sent. A decode step sends about a hundred such
     rows, one in each request, so that copying them would take a noticeable part of its time."""
 
-    __slots__ = ("_message", "cols", "num_bytes", "numbers")
+    __slots__ = ("_bits", "_message", "cols", "numbers")
 
     num_rows = 1
     masked_rows = None  # One row goes by the socket sooner.
 
-    def __init__(self, cols: int) -> None:
-        """Allocates the memory of one frame: a header and a row of four-byte numbers.
+    def __init__(self, cols: int, bits: int = FULL_BITS) -> None:
+        """Allocates the memory of one frame: a header and a row.
 
         Args:
             cols: how many numbers the row has. Callers must first check `fits`.
+            bits: how many bits of each number are sent, as the call says.
 
         Attributes:
-            numbers: a view of the row's bytes, which the mask writes to.
+            numbers: a view of the row's bytes, four for each number, which the mask writes to.
         """
-        self.cols = cols
-        self.num_bytes = cols * ITEM_BYTES
-        self._message = bytearray(HEADER_BYTES + self.num_bytes)
-        self.numbers = memoryview(self._message)[HEADER_BYTES:]
+        self.cols, self._bits = cols, bits
+        self._message = bytearray(HEADER_BYTES + row_bytes(cols, bits))
+        # Numbers of 32 bits lie where they are sent; others are packed when that is done.
+        whole = self._message if bits == FULL_BITS else bytearray(HEADER_BYTES + cols * ITEM_BYTES)
+        self.numbers = memoryview(whole)[HEADER_BYTES:]
 
     @staticmethod
     def fits(cols: int) -> bool:
@@ -176,9 +174,10 @@ class MessagePayload:
         return cols * ITEM_BYTES <= CHUNK_BYTES
 
     def check(self, call: Call) -> None:
-        """Checks that the call is not for a hint, which must carry a seed; see `Payload.check`."""
-        if call.purpose is Purpose.HINT:
-            raise InvalidTensor("expected a seed with a call for a hint")
+        """Checks that the call is not for a hint, which must carry a seed, and has the row's width; see
+        `Payload.check`."""
+        if call.purpose is Purpose.HINT or call.bits != self._bits:
+            raise InvalidTensor("expected a seed with a call for a hint, and numbers of the call's width")
 
     def rows(self, call: Call) -> torch.Tensor:
         return torch.frombuffer(self.numbers, dtype=frame.DTYPES[call.arithmetic]).view(1, self.cols)
@@ -187,7 +186,10 @@ class MessagePayload:
         """Returns None; see `Payload.rows_on`."""
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
-        """Writes the header into the message's memory and returns that memory as the one frame; see
-        `Payload.frames`."""
-        self._message[:HEADER_BYTES] = header.pack()
-        return (memoryview(self._message),)
+        """Writes the header into the message's memory, and a row of fewer bits behind it, and returns that memory as
+        the one frame; see `Payload.frames`."""
+        message = memoryview(self._message)
+        message[:HEADER_BYTES] = header.pack()
+        if self._bits != FULL_BITS:
+            widths.pack(self.rows(header.call), self._bits, message[HEADER_BYTES:])
+        return (message,)

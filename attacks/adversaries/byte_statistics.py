@@ -1,8 +1,9 @@
 """Tests whether int32 messages look uniform and independent. Masked messages do, and unmasked messages hardly ever do.
 
-There are two tests for each group (layers that read the same input) and direction. Chi-square compares each of the four
-bytes with the uniform distribution (255 degrees of freedom). Serial correlation compares each number, as int32, and
-each of its three lower bytes with four neighbours: the next feature of the same row, and in the next row the same
+There are two tests for each group (layers that read the same input) and direction. A number that has fewer than 32 bits
+on the wire has three bytes, its upper ones, and if it has more than 24 bits a fourth, its lowest eight. Chi-square
+compares each byte with the uniform distribution (255 degrees of freedom). Serial correlation compares each number, as
+int32, and each of its lower bytes with four neighbours: the next feature of the same row, and in the next row the same
 feature, the feature before it and the feature after it. (The top byte needs no test of its own, since it equals the
 number up to one part in 256.) With n independent pairs the correlation has standard deviation 1/√n. The bound grows
 with the number of correlations that are tested. The mean of uniform numbers is subtracted, not the mean of the data, so
@@ -20,7 +21,7 @@ Source: Knuth, The Art of Computer Programming, volume 2, 3.3.1 (chi-square) and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -30,6 +31,7 @@ from attacks.seen.adversary import Adversary, Claim, StolenFact
 from attacks.seen.forward_passes import Opened
 from attacks.seen.public_model import PublicModel
 from attacks.seen.view import Message, View
+from wire.ring.widths import FULL_BITS
 
 _DEVIATIONS = 12.0
 """The excess of chi-square over its mean, in standard deviations, beyond which a byte counts as faulty. By chance this
@@ -47,8 +49,6 @@ excess kurtosis of 0.24)."""
 _MOST_MESSAGES, _RUN = 256, 8
 """At most about `_MOST_MESSAGES` messages of a group and direction are tested. They come in runs of `_RUN` consecutive
 messages, because neighbouring rows may be in two messages. The runs are spread over the recording."""
-_PARTS = 4
-"""The number of parts that are tested: the number itself and its three lower bytes."""
 STEPS = {"along rows": (0, 1), "along columns": (1, 0), "one place on": (1, 1), "one place back": (1, -1)}
 """Maps the name of a step to the distance between a number and its neighbour, as (rows, features)."""
 FACT = "groups whose numbers are not uniform, or not independent"
@@ -62,7 +62,7 @@ class Figures:
 
     Attributes:
         num_numbers: how many numbers were tested.
-        chi_square: excess of each byte's chi-square over its mean, in standard deviations; float64, shape (4,).
+        chi_square: excess of each byte's chi-square over its mean, in standard deviations; float64, shape (bytes,).
         serial: correlations of the number and of its lower bytes, in standard deviations; float64, shape (parts,
             steps); NaN if there are too few neighbours.
     """
@@ -121,7 +121,8 @@ class Uniformity:
     def in_words(self) -> str:
         """Returns a line of text: the largest values, the ranges in which chance would put them, and how many numbers
         were not tested."""
-        count, few = 4 * len(self.looked_at), f"fewer than {FEWEST:,} numbers"
+        count = sum(one.chi_square.numel() for one in self.looked_at)
+        few = f"fewer than {FEWEST:,} numbers"
         low, high = largest_chi_squares(count)
         low_z, high_z = largest_correlations(self.num_serial)
         numbers = sum(one.num_numbers for one in self.looked_at)
@@ -162,11 +163,14 @@ class _Tally:
     """Adds up the counts and products that the tests need. The messages of one group and direction are added in the
     order of the recording."""
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int) -> None:
+        """Begins with no messages; their numbers have `bits` bits."""
         self.num_numbers = 0
-        self._counts = torch.zeros(4, 256, dtype=torch.float64)
-        self._squares = torch.zeros(_PARTS, 1, dtype=torch.float64)
-        self._products = torch.zeros(_PARTS, len(STEPS), dtype=torch.float64)
+        self._places = byte_places(bits)
+        count = len(self._places)
+        self._counts = torch.zeros(count, 256, dtype=torch.float64)
+        self._squares = torch.zeros(count, 1, dtype=torch.float64)
+        self._products = torch.zeros(count, len(STEPS), dtype=torch.float64)
         self._pairs = torch.zeros(len(STEPS), dtype=torch.float64)
         self._last: torch.Tensor | None = None
 
@@ -176,8 +180,8 @@ class _Tally:
             return  # a retry sends the same bytes again, which is no fault of the mask
         joined = rows if self._last is None else torch.cat((self._last[-1:], rows))
         self.num_numbers += rows.numel()
-        self._counts += _byte_counts(rows)
-        for part, values in enumerate(_parts(joined)):
+        self._counts += torch.stack([_byte_counts(rows, place) for place in self._places])
+        for part, values in enumerate(_parts(joined, self._places)):
             own = values[-len(rows) :]
             self._squares[part] += own.square().sum()
             for place, step in enumerate(STEPS.values()):
@@ -195,27 +199,32 @@ class _Tally:
         return Figures(group, direction, self.num_numbers, (chi_square - 255) / (2 * 255) ** 0.5, serial)
 
 
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of each number, uint8, shape (num_rows, features, 4), the low byte first."""
-    return rows.contiguous().view(torch.uint8).view(*rows.shape, 4)
+def byte_places(bits: int) -> list[int]:
+    """Returns the places, in bits from the lowest of an int32, of the bytes of a number whose upper `bits` bits were
+    sent: the lowest byte first, the top byte last. Where `bits` is no multiple of eight, the lowest two share some
+    bits."""
+    return sorted({FULL_BITS - bits, *(place for place in (8, 16, 24) if place >= FULL_BITS - bits)})
 
 
-def _byte_counts(rows: torch.Tensor) -> torch.Tensor:
-    """Returns how often each of the four bytes has each value, float64, shape (4, 256)."""
-    parts = _bytes(rows).flatten(0, 1)
-    counts = [torch.bincount(parts[:, byte].to(torch.int64), minlength=256) for byte in range(4)]
-    return torch.stack(counts).to(torch.float64)
+def _byte(rows: torch.Tensor, place: int) -> torch.Tensor:
+    """Returns one byte of each number, 0 to 255, int32, shape of `rows`."""
+    return (rows >> place) & 0xFF
 
 
-def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the numbers, then each of their three lower bytes, each minus the mean of uniform values; float32, shape
-    of `rows`.
+def _byte_counts(rows: torch.Tensor, place: int) -> torch.Tensor:
+    """Returns how often one byte has each value, float64, shape (256,)."""
+    return torch.bincount(_byte(rows, place).flatten(), minlength=256).to(torch.float64)
+
+
+def _parts(rows: torch.Tensor, places: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Yields the numbers, then each of their lower bytes, each minus the mean of uniform values; float32, shape of
+    `rows`.
 
     No number that results is zero, so that even rows of zeros have a correlation.
     """
     yield rows.to(torch.float32) + 0.5
-    for byte in range(_PARTS - 1):
-        yield _bytes(rows)[..., byte].to(torch.float32) - 127.5
+    for place in places[:-1]:
+        yield _byte(rows, place).to(torch.float32) - 127.5
 
 
 def _neighbours(values: torch.Tensor, down: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,7 +243,7 @@ def look(view: View) -> Uniformity:
             streams.setdefault((message.group, message.direction), []).append(message)
     found, skipped = [], []
     for (group, direction), messages in sorted(streams.items()):
-        tally = _Tally()
+        tally = _Tally(max(message.bits for message in messages))
         for message in _spread(messages):
             tally.add(message.request())
         if tally.num_numbers < FEWEST:

@@ -34,8 +34,8 @@ _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
 `_ROUNDED_TWICE` is the bound for fits of attention and MLPs, whose inputs and outputs were both rounded. This leaves
 errors of 3e-4 on SmolLM2."""
 _MAX_DESCENT_S = 60.0
-"""The seconds, from the start of the attack, after which nothing is claimed about layers that need a descent. On
-SmolLM2 rounding accumulates, so that a descent is needed, and it takes minutes for each block."""
+"""The seconds of this thread's own time, from the start of the attack, after which nothing is claimed about layers that
+need a descent. On SmolLM2 rounding accumulates, so that a descent is needed, and it takes minutes for each block."""
 _THROUGH_MLP = 10.0
 """In ring arithmetic, the factor by which the error of an MLP with public weights may exceed that of the residual
 stream, from which the MLP's input is computed."""
@@ -102,7 +102,7 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)
     sound = torch.ones(stream.shape[0], dtype=torch.bool)
-    deadline = time.monotonic() + _MAX_DESCENT_S
+    deadline = time.thread_time() + _MAX_DESCENT_S
     for index, block in enumerate(model.blocks):
         # o_proj and down_proj are fitted first: this shows the factors of rows, and which rows were unmasked wrongly
         after_o = _fit_o(block, seen, stream, sound, scaled)
@@ -309,7 +309,7 @@ def _steal_attention(
             v = _first_values(block, model, given, outputs, tolerance)
             found = _fit_scores(block, model, v, given, outputs)
             if found.error > explained:
-                if time.monotonic() >= deadline:
+                if time.thread_time() >= deadline:
                     return  # there is no time to search, so nothing is claimed
                 found = attention.fit_all(block, model, given, outputs, v)
         weights = [found.q, found.k, found.v]

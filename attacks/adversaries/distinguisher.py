@@ -16,6 +16,8 @@ from types import MappingProxyType
 
 import torch
 
+from wire.ring.widths import FULL_BITS
+
 _LOW_BITS = 4
 _COLUMNS = 8
 """The number of features that `public_matrix` reads. In 512 rows these are 4,096 numbers, enough to win the control of
@@ -30,11 +32,13 @@ class Known:
         candidates: both encoded inputs x̃, int32, shape (num_rows, features) each.
         phases: exp(2πi·x̃/q) of both candidates, q = 2^32; complex64, same shapes.
         public_hat: Fourier transforms of the public matrix's phases, complex64, shape (rank, 2·num_rows, columns).
+        bits: how many upper bits of each number are sent; the others are zero in a message.
     """
 
     candidates: tuple[torch.Tensor, torch.Tensor]
     phases: tuple[torch.Tensor, torch.Tensor]
     public_hat: torch.Tensor
+    bits: int = FULL_BITS
 
 
 @dataclass(frozen=True)
@@ -55,19 +59,20 @@ class Seen:
 Score = Callable[[Known, Seen], float]
 
 
-def known(candidates: tuple[torch.Tensor, torch.Tensor], public: torch.Tensor) -> Known:
+def known(candidates: tuple[torch.Tensor, torch.Tensor], public: torch.Tensor, bits: int = FULL_BITS) -> Known:
     """Computes what the adversary knows before any message, which is the same in all runs.
 
     Args:
         candidates: int32, shape (num_rows, features) each.
         public: the matrix A, int32, shape (rank·num_rows, features).
+        bits: how many upper bits of each number are sent.
     """
     num_rows = candidates[0].shape[0]
     forward = _phase(public[:, :_COLUMNS].reshape(-1, num_rows, min(_COLUMNS, public.shape[1])))
     # A, then −A: multiplication by X negates the coefficient that overflows, so 2·num_rows multiplications give A again
     extended = torch.cat((forward, forward.conj()), dim=1)
     phases = _phase(candidates[0]), _phase(candidates[1])
-    return Known(candidates, phases, torch.fft.fft(extended, dim=1))
+    return Known(candidates, phases, torch.fft.fft(extended, dim=1), bits)
 
 
 def _phase(numbers: torch.Tensor) -> torch.Tensor:
@@ -96,10 +101,12 @@ def phase(known: Known, seen: Seen) -> float:
 
 
 def low_bits(known: Known, seen: Seen) -> float:
-    """Subtracts each candidate from the message, and returns how much less uniform the lowest bits are for the second
-    candidate than for the first. If the mask lies on a coarse grid, the lowest bits have only one value for the true
-    candidate."""
-    first, second = (_unevenness(seen.sent - candidate) for candidate in known.candidates)
+    """Subtracts each candidate from the message, and returns how much less uniform the lowest bits that are sent are
+    for the second candidate than for the first. If the mask lies on a coarse grid, the lowest bits have only one value
+    for the true candidate."""
+    # Of what is left of a rounded message, the bits below those that were sent say nothing.
+    dropped = FULL_BITS - known.bits
+    first, second = (_unevenness((seen.sent - candidate) >> dropped) for candidate in known.candidates)
     return second - first
 
 

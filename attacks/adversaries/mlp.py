@@ -59,7 +59,8 @@ def fit_mlp(
         activation: the activation, by transformers' name.
         given: float64, shape (num_tokens, hidden), with as many tokens as `has_enough_rows` needs.
         outputs: the last layer's input, shape (num_tokens, intermediate).
-        deadline: a time on the clock of `time.monotonic`; columns that never converge would take hours on a real model.
+        deadline: a time on the clock of `time.thread_time`; columns that never converge would take hours on a real
+            model.
     """
     act = _ACTIVATIONS.get(activation)
     if act is None:
@@ -69,7 +70,7 @@ def fit_mlp(
     for start in range(0, outputs.shape[1], _COLUMNS):
         columns = torch.arange(start, min(start + _COLUMNS, outputs.shape[1]))
         found, errors[columns] = _Columns(layers, columns, act, given, outputs[:, columns]).solve(deadline=deadline)
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             return None
         for weight, part in zip(weights, found, strict=True):
             weight[:, columns] = part
@@ -126,7 +127,7 @@ def _retry(
     good[stuck] = False
     spans = [(weight - layer.weight)[:, good] for weight, layer in zip(weights, layers, strict=True)]
     for column in stuck.tolist():
-        if time.monotonic() >= deadline:
+        if time.thread_time() >= deadline:
             return
         columns = torch.full((_RESTARTS,), column)
         problem = _Columns(layers, columns, act, given, outputs[:, columns])
@@ -169,7 +170,7 @@ class _Columns:
 
         Args:
             offsets: for each layer, the change of the public weights at the start; None starts from the public weights.
-            deadline: a time on the clock of `time.monotonic`, after which no further step is made.
+            deadline: a time on the clock of `time.thread_time`, after which no further step is made.
 
         Returns:
             For each layer, the weights of the columns, and for each column ‖predicted − seen‖.
@@ -186,7 +187,7 @@ class _Columns:
             if step == _FIRST_STEPS and float((errors > self._outputs.norm(dim=0) * _HOPELESS).double().mean()) > 0.9:
                 break
             at = is_open.nonzero()[:, 0]
-            if not len(at) or time.monotonic() >= deadline:
+            if not len(at) or time.thread_time() >= deadline:
                 break
             steps = self._steps(weights, damping, at)
             moved = [weight.index_add(1, at, step) for weight, step in zip(weights, steps, strict=True)]

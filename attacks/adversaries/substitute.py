@@ -41,7 +41,8 @@ _STEPS, _CHUNK = (40, 60, 200), 10
 _HISTORY = 50
 """The number of past steps that L-BFGS keeps, as in attention.py."""
 _MAX_S = 30.0
-"""The most seconds of training in all, which is a chosen budget and not a measured need."""
+"""The most seconds of training in all, which is a chosen budget and not a measured need. They are this thread's own, so
+that what else the machine does changes no result."""
 _MAX_NUMBERS = 1 << 17
 """The most numbers of the first layer's rows that are used. These are 227 tokens of SmolLM2, or 4,096 tokens of a model
 with hidden size 32."""
@@ -85,10 +86,10 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
     claims: list[Claim] = []
     if not all(_has_enough_rows(layer, num_tokens) for layer in model.layers().values()):
         return claims
-    deadline = time.monotonic() + _MAX_S
+    deadline = time.thread_time() + _MAX_S
     for index in range(len(model.blocks)):
         substitute = _Substitute(model, index, batches)
-        if time.monotonic() > deadline or not substitute.train(deadline):
+        if time.thread_time() > deadline or not substitute.train(deadline):
             break
         claims += substitute.claims()
         if not substitute.is_closed:
@@ -180,7 +181,7 @@ class _Substitute:
         """Trains the block, and returns whether it explains the recorded rows.
 
         Args:
-            until: the deadline on the clock of time.monotonic(); what was reached by then is kept.
+            until: the deadline on the clock of time.thread_time(); what was reached by then is kept.
         """
         changes = [torch.zeros_like(layer.weight, requires_grad=True) for layer in self._layers]
         loss = self._loss([layer.weight + change for layer, change in zip(self._layers, changes, strict=True)])
@@ -295,7 +296,7 @@ class _Substitute:
 
         before = torch.inf
         for _ in range(0, num_steps, _CHUNK):
-            if time.monotonic() < until:
+            if time.thread_time() < until:
                 before = float(optimizer.step(loss))  # type: ignore[no-untyped-call]
         return before
 

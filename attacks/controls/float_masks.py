@@ -101,11 +101,12 @@ def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> li
     return passes
 
 
-def exchange(kind: str, group: int, rows: torch.Tensor, **fields: str) -> Exchange:
-    """Pairs a request with a reply of zeros, because the adversaries of float masks read requests only. `fields` may
-    set the `direction` and the `purpose` of the Exchange."""
+def exchange(
+    kind: str, group: int, rows: torch.Tensor, direction: str = "forward", purpose: str = "product"
+) -> Exchange:
+    """Pairs a request with a reply of zeros, because the adversaries of float masks read requests only."""
     reply = torch.zeros(rows.shape[0], manifest_of(kind).groups[group].out_features, dtype=rows.dtype)
-    return Exchange(group, rows, reply, **fields)
+    return Exchange(group, rows, reply, direction, purpose)
 
 
 def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor | None]]) -> MaskedTraffic:

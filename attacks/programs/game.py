@@ -43,13 +43,14 @@ from noise.hints.store import DEFAULT_DROPPED_BITS
 from noise.ledger.ledger import Ledger
 from noise.polynomial import negacyclic
 from noise.registry import Setting, make_scheme
-from noise.scheme import GroupSpec, MaskScheme, encode_rows
+from noise.scheme import GroupSpec, MaskScheme, encode_rows, error_bounds, product_call
 from wire.errors import ConfigurationError
 from wire.frame import Call, Direction
 from wire.payload import Payload
 from wire.ring import coding
 from wire.ring.quantise import digest, max_norms, quantise
 from wire.ring.seeded_rows import SEED_BYTES, SeededRows
+from wire.ring.widths import FULL_BITS, rounded
 
 # ---- the inputs: one of two texts, or one of two adapters over the same text ----------------------------------------
 
@@ -193,17 +194,23 @@ class Tenant:
 
     def _encoded(self, mask: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns both inputs encoded as integers x̃, with the scale that this mask uses."""
-        group, room = self.choice.group, (0.0, 0.0)
+        group, error, slack = self.choice.group, 0.0, 0.0
         if mask == "lattice":
-            error_norm = sampling.error_bound(PARAMETERS) * math.sqrt(group.in_features)
-            room = error_norm, float((1 << (DEFAULT_DROPPED_BITS - 1)) * PARAMETERS.dimension)
+            error = sampling.error_bound(PARAMETERS)
+            slack = float((1 << (DEFAULT_DROPPED_BITS - 1)) * PARAMETERS.dimension)
+        room = error_bounds(self.call, group.in_features, error, slack)
         first, second = (encode_rows(group, Direction.FORWARD, rows, *room)[0] for rows in self.choice.inputs)
         return first, second
 
     @property
     def known(self) -> Known:
         """Returns what the adversary knows after the first message, which makes the seed public."""
-        return known(self.candidates, self.public_matrix)
+        return known(self.candidates, self.public_matrix, self.call.bits)
+
+    @property
+    def call(self) -> Call:
+        """Returns the call of every message, which says how many bits of a number are sent."""
+        return product_call(self.choice.group, Direction.FORWARD, self._scheme.precision)
 
     @functools.cached_property
     def public_matrix(self) -> torch.Tensor:
@@ -386,14 +393,14 @@ def _reuse(tenant: Tenant) -> Sender:
     def send(coin: int) -> Seen:
         first = tenant.message(0)
         again = first - tenant.candidates[0] + tenant.candidates[coin]
-        return Seen(again, first, tenant.candidates[0])
+        return Seen(rounded(again, tenant.call.bits), first, tenant.candidates[0])
 
     return send
 
 
 def _under(masks: Callable[[], torch.Tensor], tenant: Tenant, coin: int) -> Seen:
-    before = masks() + tenant.candidates[0]
-    return Seen(masks() + tenant.candidates[coin], before, tenant.candidates[0])
+    before, sent = (rounded(masks() + tenant.candidates[each], tenant.call.bits) for each in (0, coin))
+    return Seen(sent, before, tenant.candidates[0])
 
 
 def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.Tensor]]]:
@@ -416,7 +423,8 @@ def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.T
         return negacyclic.combine(hat, negacyclic.secret_transform(secret), error)[0]
 
     yield f"masks of {_NARROW_BITS} bits", "phase", lambda: uniform(_NARROW_BITS)
-    yield f"masks on a grid of 2^{_COARSE_BITS}", "low bits", lambda: uniform(32 - _COARSE_BITS) << _COARSE_BITS
+    coarse = FULL_BITS - tenant.call.bits + _COARSE_BITS
+    yield f"masks on a grid of 2^{coarse}", "low bits", lambda: uniform(FULL_BITS - coarse) << coarse
     yield "lattice, a secret of one trit", "public matrix", one_trit
 
 

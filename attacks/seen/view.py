@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from wire.errors import ConfigurationError, VeilbaseError
 from wire.manifest import Manifest, parse_manifest
 from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
+from wire.ring.widths import FULL_BITS
 
 INDEX_NAME = "index.jsonl"
 MANIFEST_NAME = "manifest.json"
@@ -47,6 +48,7 @@ class _Line(BaseModel):
     direction: Literal["forward", "backward"]
     arithmetic: Literal["ring", "float"]
     purpose: Literal["product", "hint", "effect"]
+    bits: int = Field(default=FULL_BITS, ge=1, le=FULL_BITS)
     rows: int = Field(ge=0)
     file: str | None = Field(pattern=r"^[0-9]{8,20}\.safetensors$")
     truncated: bool = False
@@ -64,6 +66,7 @@ class Message:
         num_rows: the number of tokens; for a hint, the number of rows of the public matrix.
         widths: the numbers of columns of the request and of the reply, according to the manifest.
         file: the file that holds the tensors; None if the recorder had no room left.
+        bits: how many bits each number of a ring request had on the wire; the lower ones of its int32 are zero.
     """
 
     seq: int
@@ -75,6 +78,7 @@ class Message:
     num_rows: int
     file: Path | None = field(repr=False)
     widths: tuple[int, int] = field(repr=False)
+    bits: int = FULL_BITS
 
     def request(self) -> torch.Tensor:
         """Returns what the provider received: int32 or float32, shape (num_rows, features); for a hint its 48-byte
@@ -236,7 +240,7 @@ def _message(folder: Path, number: int, line: str, manifest: Manifest) -> tuple[
     widths = (info.in_features, info.out_features)
     message = Message(
         fields.seq, fields.tenant, fields.layer, fields.direction, fields.arithmetic, fields.purpose, fields.rows, file,
-        widths if fields.direction == "forward" else widths[::-1],
+        widths if fields.direction == "forward" else widths[::-1], fields.bits,
     )  # fmt: skip
     return message, fields.answered
 
@@ -250,6 +254,7 @@ class Exchange:
     reply: torch.Tensor
     direction: str = "forward"
     purpose: str = "product"
+    bits: int = FULL_BITS
 
 
 def write_recording(folder: Path, manifest: Manifest, exchanges: Iterable[Exchange], tenant: str = "victim") -> View:
@@ -273,6 +278,7 @@ def write_recording(folder: Path, manifest: Manifest, exchanges: Iterable[Exchan
                 "direction": one.direction,
                 "arithmetic": "float" if one.reply.dtype == torch.float32 else "ring",
                 "purpose": one.purpose,
+                "bits": one.bits,
                 "rows": one.reply.shape[0],
                 "file": name,
                 "truncated": False,

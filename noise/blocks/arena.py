@@ -43,8 +43,41 @@ _LEAST_BYTES = 64 << 10
 _ADVICE = ("MADV_HUGEPAGE", "MADV_DONTDUMP")
 
 
+class FreeRanges:
+    """Keeps the ranges of a space that are free, in order and never adjacent. It is not safe under threads."""
+
+    def __init__(self, size: int) -> None:
+        """Makes a space of `size` bytes, all free."""
+        self.size = size
+        self._ranges = [(0, size)] if size > 0 else []
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns whether all of the space is free."""
+        return self._ranges == [(0, self.size)]
+
+    def fitting(self, num_bytes: int) -> tuple[int, int] | None:
+        """Returns the size and the start of the smallest free range that is large enough; None if there is none."""
+        return min(((stop - start, start) for start, stop in self._ranges if stop - start >= num_bytes), default=None)
+
+    def take(self, size: int, start: int, num_bytes: int) -> None:
+        """Takes the first `num_bytes` of a free range, which `fitting` has returned."""
+        at = bisect.bisect_left(self._ranges, (start, 0))
+        self._ranges[at : at + 1] = [(start + num_bytes, start + size)] if size > num_bytes else []
+
+    def give_back(self, start: int, stop: int) -> None:
+        """Makes a range free that was taken."""
+        at = bisect.bisect_left(self._ranges, (start, 0))
+        first, last = at, at
+        if at > 0 and self._ranges[at - 1][1] == start:
+            first, start = at - 1, self._ranges[at - 1][0]
+        if at < len(self._ranges) and self._ranges[at][0] == stop:
+            last, stop = at + 1, self._ranges[at][1]
+        self._ranges[first:last] = [(start, stop)]
+
+
 class _Region:
-    """Holds one mapping, and the ranges of it that are free, in order and never adjacent."""
+    """Holds one mapping, and which ranges of it are free."""
 
     def __init__(self, num_bytes: int) -> None:
         size = -(-num_bytes // _HUGE_BYTES) * _HUGE_BYTES
@@ -58,29 +91,7 @@ class _Region:
         whole = np.frombuffer(area, dtype=np.uint8)
         begin = -whole.ctypes.data % _HUGE_BYTES
         self.bytes = whole[begin : begin + size]
-        self.free = [(0, size)]
-
-    @property
-    def is_free(self) -> bool:
-        return self.free == [(0, self.bytes.size)]
-
-    def fitting(self, num_bytes: int) -> tuple[int, int] | None:
-        """Returns the size and the start of the smallest free range that is large enough; None if there is none."""
-        return min(((stop - start, start) for start, stop in self.free if stop - start >= num_bytes), default=None)
-
-    def take(self, size: int, start: int, num_bytes: int) -> None:
-        """Takes the first `num_bytes` of a free range."""
-        at = bisect.bisect_left(self.free, (start, 0))
-        self.free[at : at + 1] = [(start + num_bytes, start + size)] if size > num_bytes else []
-
-    def give_back(self, start: int, stop: int) -> None:
-        at = bisect.bisect_left(self.free, (start, 0))
-        first, last = at, at
-        if at > 0 and self.free[at - 1][1] == start:
-            first, start = at - 1, self.free[at - 1][0]
-        if at < len(self.free) and self.free[at][0] == stop:
-            last, stop = at + 1, self.free[at][1]
-        self.free[first:last] = [(start, stop)]
+        self.free = FreeRanges(size)
 
 
 class Arena:
@@ -121,7 +132,7 @@ class Arena:
     def _take(self, num_bytes: int) -> tuple[_Region, int]:
         with self._lock:
             self._collect()
-            found = [(*fit, region) for region in self._regions if (fit := region.fitting(num_bytes)) is not None]
+            found = [(*fit, region) for region in self._regions if (fit := region.free.fitting(num_bytes)) is not None]
             if not found:
                 try:
                     region = _Region(max(num_bytes, _REGION_BYTES))
@@ -131,7 +142,7 @@ class Arena:
                 found.append((region.bytes.size, 0, region))
             # The smallest range that is large enough, of all regions: so that regions become free as wholes.
             size, start, region = min(found, key=lambda each: each[:2])
-            region.take(size, start, num_bytes)
+            region.free.take(size, start, num_bytes)
             return region, start
 
     def _collect(self) -> None:
@@ -140,8 +151,8 @@ class Arena:
         with contextlib.suppress(IndexError):
             while True:
                 region, start, stop = self._returned.popleft()
-                region.give_back(start, stop)
-        spare = [region for region in self._regions if region.is_free]
+                region.free.give_back(start, stop)
+        spare = [region for region in self._regions if region.free.is_whole]
         for region in spare[1:]:
             self._regions.remove(region)
 
@@ -151,7 +162,7 @@ class Arena:
         if self._lock.acquire(blocking=False):
             try:
                 self._collect()
-                self._regions = [region for region in self._regions if not region.is_free]
+                self._regions = [region for region in self._regions if not region.free.is_whole]
             finally:
                 self._lock.release()
 

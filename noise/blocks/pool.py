@@ -1,5 +1,8 @@
-"""This module makes masks and their effects (the products of mask and weight) in the background, ahead of use, in
-memory only, and hands out their rows.
+"""This module makes masks and their effects (the products of mask and weight) in the background, ahead of use, and
+hands out their rows. They wait in memory, or in an encrypted file (noise/blocks/row_file.py).
+
+With a file, the rows that are made go there in records of a few rows. A second thread, the reader, reads the next
+record of a layer while the rows of the last one are used, so that calls need not wait for the disk.
 
 By `RowCounts` (rows made, ready and burnt) a pool shows that no row was lost.
 
@@ -9,10 +12,10 @@ operation OpenMP makes its threads wait for each other, spinning. When other cod
 a provider on the same machine), an operation took 20 to 100 times as long. Threads that never wait for each other lose
 only the time that the other work takes.
 
-Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. Nothing
-of a pool is written to disk, pickled or carried into a forked child. A forked child is refused, and neither slots nor
-pools can be pickled or copied. If no row is ready, the caller makes one itself, so an empty pool costs time and never
-privacy.
+Guarantees: a row is handed out at most once, whatever threads do, and is burnt before the caller receives it. Without
+a file nothing of a pool is written to disk. Nothing is pickled or carried into a forked child: a forked child is
+refused, and neither slots nor pools can be pickled or copied. If no row is ready, the caller makes one itself, so an
+empty pool costs time and never privacy. A row is in memory or in the file, and never in both.
 
 Not guaranteed: that a block is on record, which noise/ledger/ledger.py guarantees. During a long run callers may still
 have to wait, unless a core has time to refill the pool. If the budget does not hold two blocks for every layer, blocks
@@ -33,12 +36,13 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from noise.blocks.arena import arena, joined
+from noise.blocks.arena import arena, copied, joined
+from noise.blocks.row_file import Record, RowFile
 from noise.blocks.slots import Origin, Slots
 from noise.scheme import GroupSpec
 from runtime import threads
 from runtime.threads import Workers, all_cores, one_core
-from wire.errors import MaskError
+from wire.errors import MaskError, VeilbaseError
 from wire.frame import ITEM_BYTES, Direction
 
 
@@ -89,6 +93,9 @@ def alone(work: Callable[[], Result]) -> Result:
 DEFAULT_BYTES, DEFAULT_DEVICE_BYTES = 2 << 30, 512 << 20
 """The most that the default budget of a pool in the CPU's memory may be, and the default budget of one in a GPU's,
 where the model needs room too."""
+_DISK_TOKENS, _MOST_DISK_BYTES, _SHARE_OF_FREE_DISK = 1024, 16 << 30, 0.25
+"""For how many tokens the default size of a file holds masks and effects in one direction (two blocks of 512 rows of
+every layer, so that blocks are made as wholes), the most that it may be, and its most of the disk that is free."""
 _LEAST_BYTES = 64 << 20
 """The least default budget, on a machine that has little memory left."""
 _SHARE_OF_FREE_MEMORY = 0.1
@@ -96,12 +103,14 @@ _ENOUGH_TOKENS = 256
 """For how many tokens the default budget holds masks and effects in both directions: a block of 512 rows of every layer
 while tokens are generated, or about half a training step."""
 _LEAVE_S = 10.0
-"""The seconds that the process waits at its exit for a worker thread that is making blocks. Eight blocks of the widest
+"""The seconds that the process waits at its exit for a pool's thread that is making blocks. Eight blocks of the widest
 layer take a second or two."""
 _MOST_CALLS_BEYOND = 3
 """The most later calls whose rows are made together with the rows of the present call. Four blocks that are made
 together take about half the time of four that are made one by one. With eight blocks together, the time for each block
 is little shorter (docs/decisions/0009-compiled-kernels.md)."""
+_BLOCKS_TO_FILE = 2
+"""The most blocks of a layer that `prepare` makes together when they go to a file."""
 Key = tuple[int, Direction]
 
 
@@ -119,10 +128,14 @@ class Block:
     effect: torch.Tensor = field(repr=False)
     slots: Slots
 
+    def part(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns masks and effects of some rows, without a copy."""
+        return self.mask[rows.start : rows.stop], self.effect[rows.start : rows.stop]
+
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of memory that the block takes."""
-        return (self.mask.numel() + self.effect.numel()) * ITEM_BYTES
+        return self.mask.nbytes + self.effect.nbytes
 
 
 def default_bytes(features: int, free_bytes: int | None) -> int:
@@ -138,6 +151,19 @@ def default_bytes(features: int, free_bytes: int | None) -> int:
     return max(_LEAST_BYTES, min(DEFAULT_BYTES, enough, free))
 
 
+def default_disk_bytes(features: int, free_bytes: int | None) -> int:
+    """Returns the default size of a pool's file: enough for two blocks of every layer, and at most a quarter of the
+    disk that is free when the mask is made.
+
+    Args:
+        features: as for `MaskPool`; 0 if unknown.
+        free_bytes: the bytes that are free on the disk; None if they are not to count.
+    """
+    enough = _DISK_TOKENS * features * ITEM_BYTES or DEFAULT_BYTES
+    free = _MOST_DISK_BYTES if free_bytes is None else int(free_bytes * _SHARE_OF_FREE_DISK)
+    return max(_LEAST_BYTES, min(_MOST_DISK_BYTES, enough, free))
+
+
 Maker = Callable[[GroupSpec, Direction, int], Sequence[Block]]
 """Maps (group, direction, number of rows) to new blocks, or pieces of blocks, that have at least this number of
 rows."""
@@ -149,8 +175,10 @@ class _Shelf:
     def __init__(self, group: GroupSpec) -> None:
         self.group = group
         self.blocks: deque[Block] = deque()
-        self.last_rows = self.rows_a_call = 0
-        self.is_wanted = self.is_being_made = False
+        self.records: deque[Record] = deque()
+        self.last_rows = self.rows_a_call = self.rows_in_file = 0
+        self.is_wanted = self.is_being_made = self.is_read_wanted = self.is_being_read = False
+        self.failure: VeilbaseError | MemoryError | None = None  # what the reader met, for the next caller
 
     def note_call(self, num_rows: int) -> None:
         """Records how many rows a call took. `rows_a_call` becomes the smaller number of the last two calls, so that
@@ -164,12 +192,16 @@ class _Shelf:
 
     @property
     def num_rows(self) -> int:
+        return self.rows_in_memory + self.rows_in_file
+
+    @property
+    def rows_in_memory(self) -> int:
         return sum(block.slots.remaining for block in self.blocks)
 
 
 class MaskPool:
     """Hands out mask rows. With `background`, a worker thread makes new rows in place of used ones, for the layers in
-    the order in which they were used."""
+    the order in which they were used. With a file, another thread reads ahead."""
 
     def __init__(
         self,
@@ -180,6 +212,7 @@ class MaskPool:
         least_rows: int | None = None,
         features: int = 0,
         on_drop: Callable[[], object] = lambda: None,
+        file: RowFile | None = None,
     ) -> None:
         """Makes an empty pool. The first masks are made when the first rows are requested.
 
@@ -189,23 +222,29 @@ class MaskPool:
             block_rows: how many rows a whole block has.
             budget_bytes: the most bytes that may be ready ahead of use. A caller that finds no rows makes its own
                 beyond the budget.
-            background: whether a worker thread makes blocks; if not, they are made by `take` and `prepare` alone.
+            background: whether a worker thread makes blocks, and another reads ahead; if not, they are made by `take`
+                and `prepare` alone, and read by `take`.
             least_rows: the fewest rows of a block that are worth making alone; None for whole blocks only.
             features: how many numbers one row of mask and effect has over all groups in one direction; 0 if unknown.
                 Then the first groups get too much of the budget until every group has been used.
             on_drop: called when all masks are dropped, also in a forked child.
+            file: where rows wait, of `budget_bytes`; None for memory. The pool closes it. Rows that do not fit there
+                wait in memory.
         """
         self._make, self._block_rows, self._budget_bytes = make, block_rows, budget_bytes
+        self.file = file
         self._least_rows, self._expected_features, self._on_drop = least_rows or block_rows, features, on_drop
         self._shelves: dict[Key, _Shelf] = {}
         self._state = threading.Condition()
         self._wanted: deque[Key] = deque()
-        self._ready_bytes = self._seen_features = self._num_made = self._num_burnt = 0
+        self._read_wanted: deque[Key] = deque()
+        self._held_bytes = self._stored_bytes = self._seen_features = self._num_made = self._num_burnt = 0
         self._measure()
         self._closed = False
         self._origin = Origin()
         self._background = background
         self._worker: threading.Thread | None = None
+        self._reader: threading.Thread | None = None
         _POOLS.add(self)
 
     def check_open(self) -> None:
@@ -216,8 +255,13 @@ class MaskPool:
 
     @property
     def ready_bytes(self) -> int:
-        """Returns the bytes of masks and effects that are held now."""
-        return self._ready_bytes
+        """Returns the bytes of masks and effects that are held now, in memory and in the file."""
+        return self._held_bytes + self._stored_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Returns the bytes of masks and effects that are in memory now."""
+        return self._held_bytes
 
     def ready_rows(self) -> dict[Key, int]:
         """Returns how many rows are ready for each group number and direction that has been requested; 0 if all were
@@ -235,7 +279,13 @@ class MaskPool:
     def describe(self, what: str) -> str:
         """Returns a line that tells the user how much is ready and was used; `what` names the rows in this line."""
         size = f"{self.ready_bytes / 1e6:.0f} of {self._budget_bytes / 1e6:.0f} MB"
-        line = f"{size} of {what} and effects ready, in memory only"
+        where = "in memory only"
+        if self.file is not None:
+            where = (
+                f"encrypted in a file without a name in {self.file.folder}, {self._held_bytes / 1e6:.0f} of them in "
+                f"memory (read ahead: at most {self.file.held_bytes / 1e6:.0f} MB)"
+            )
+        line = f"{size} of {what} and effects ready, {where}"
         if rows := self.ready_rows():
             line += f": at least {min(rows.values())} rows in each of {len(rows)} groups and directions"
         counts = self.row_counts()
@@ -250,6 +300,7 @@ class MaskPool:
 
         Raises:
             MaskError: the pool is closed, or this is a forked child (`MaskReused`); nothing may be sent.
+            StorageError: a record of the file is damaged, or cannot be read or written; its rows are burnt.
             VeilbaseError: the maker raised it, for example because a hint could not be fetched; nothing may be sent.
         """
         self._origin.check()
@@ -286,12 +337,25 @@ class MaskPool:
                 if not is_noted:
                     shelf.note_call(num_rows)
                     is_noted = True
+                if shelf.failure is not None:
+                    failure, shelf.failure = shelf.failure, None
+                    raise failure
                 num_rows -= self._take_ready(shelf, num_rows, parts)
                 self._want(key, shelf)
                 beyond = self._rows_beyond(shelf)
-                must_make = num_rows > 0 and self._claim(shelf)
-            if must_make:
-                self._fill(key, shelf, num_rows + beyond)
+                must_read = must_make = False
+                if num_rows == 0:
+                    self._want_read(key, shelf)
+                elif shelf.is_being_read:
+                    self._await_read(shelf)
+                elif shelf.records:
+                    must_read = shelf.is_being_read = True
+                else:
+                    must_make = self._claim(shelf)
+            if must_read:
+                self._read(shelf, num_rows)
+            elif must_make:
+                self._fill(key, shelf, num_rows + beyond, num_rows)
 
     def _rows_beyond(self, shelf: _Shelf) -> int:
         """Returns how many rows for later calls are worth making together with the rows of this call, since blocks made
@@ -319,10 +383,10 @@ class MaskPool:
         while shelf.blocks and taken < num_rows:
             block = shelf.blocks[0]
             rows = block.slots.take_up_to(num_rows - taken)
-            parts.append((block.mask[rows.start : rows.stop], block.effect[rows.start : rows.stop]))
+            parts.append(block.part(rows))
             taken += len(rows)
             if block.slots.remaining == 0:
-                self._ready_bytes -= shelf.blocks.popleft().num_bytes
+                self._held_bytes -= shelf.blocks.popleft().num_bytes
                 self._state.notify_all()  # Blocks that did not fit into the budget may fit now.
         return taken
 
@@ -335,12 +399,19 @@ class MaskPool:
         shelf.is_being_made = True
         return True
 
-    def _fill(self, key: Key, shelf: _Shelf, num_rows: int) -> None:
-        """Makes blocks for a shelf that the calling thread has claimed (marked as being filled)."""
+    def _fill(self, key: Key, shelf: _Shelf, num_rows: int, num_now: int = 0) -> None:
+        """Makes blocks for a shelf that the calling thread has claimed (marked as being filled).
+
+        Args:
+            num_now: how many of the rows a caller waits for, so that they need not go through the file.
+        """
+        records: Sequence[Record] = ()
         try:
             with all_cores():
                 blocks = self._make(shelf.group, key[1], num_rows)
             num_made = sum(block.slots.remaining for block in blocks)
+            if self.file is not None:
+                blocks, records = self._stored(key, blocks, num_now, self.file)
         except BaseException:
             with self._state:
                 shelf.is_being_made = False
@@ -350,9 +421,137 @@ class MaskPool:
             shelf.is_being_made = False
             if not self._closed:
                 shelf.blocks.extend(blocks)
-                self._ready_bytes += sum(block.num_bytes for block in blocks)
+                shelf.records.extend(records)
+                shelf.rows_in_file += sum(record.num_rows for record in records)
+                self._held_bytes += sum(block.num_bytes for block in blocks)
+                self._stored_bytes += sum(record.num_bytes for record in records)
                 self._num_made += num_made
             self._state.notify_all()
+
+    # ---- in a file --------------------------------------------------------------------------------------------------
+
+    def _stored(
+        self, key: Key, blocks: Sequence[Block], num_now: int, file: RowFile
+    ) -> tuple[list[Block], list[Record]]:
+        """Moves rows into the file. Each row is burnt in its block first, and is then in one record or in one block of
+        those that are returned.
+
+        Returns:
+            blocks in memory: of the first `num_now` rows, rounded up to whole records, and of the rows for which the
+            file has no room; records of all other rows.
+        """
+        rows_each = file.rows_of_records(self._features)
+        num_now = -(-num_now // rows_each) * rows_each
+        kept: list[Block] = []
+        records: list[Record] = []
+        try:
+            for block in blocks:
+                while block.slots.remaining > 0:
+                    rows = block.slots.take_up_to(num_now or rows_each)
+                    record = None if num_now > 0 else file.put(*key, *block.part(rows))
+                    if record is not None:
+                        records.append(record)
+                        continue
+                    if num_now == 0:  # The file is full.
+                        rows = range(rows.start, rows.stop + len(block.slots.take_up_to(block.slots.remaining)))
+                    num_now = max(0, num_now - len(rows))
+                    parts = block.part(rows)
+                    if len(rows) < len(block.mask):  # A copy, so that the memory of the other rows is free.
+                        parts = copied(parts[0]), copied(parts[1])
+                    kept.append(Block(*parts, Slots(len(rows))))
+        except BaseException:
+            for record in records:
+                with contextlib.suppress(MaskError):  # The file was closed meanwhile.
+                    file.drop(record)
+            raise
+        return kept, records
+
+    def _await_read(self, shelf: _Shelf) -> None:
+        self._state.wait_for(lambda: not shelf.is_being_read or self._closed)
+
+    def _want_read(self, key: Key, shelf: _Shelf) -> None:
+        """Has the reader read the next record, if the rows in memory do not suffice for the next call."""
+        if self._background and shelf.records and not shelf.is_read_wanted and self._lacks_rows(shelf):
+            shelf.is_read_wanted = True
+            self._read_wanted.append(key)
+            self._state.notify_all()
+            if self._reader is None:
+                self._reader = self._start(MaskPool._read_one, "veilbase-masks-reader")
+
+    @staticmethod
+    def _lacks_rows(shelf: _Shelf) -> bool:
+        return shelf.rows_in_memory < max(1, shelf.rows_a_call)
+
+    def _next_read(self) -> _Shelf | None:
+        """Claims the first shelf, in the order of use, that lacks rows and whose next record fits into the memory for
+        reading ahead. The caller must hold the lock."""
+        for key in list(self._read_wanted):
+            shelf = self._shelves[key]
+            is_needed = bool(shelf.records) and self._lacks_rows(shelf)
+            if is_needed and (shelf.is_being_read or not self._may_hold(shelf.records[0])):
+                continue
+            self._read_wanted.remove(key)
+            shelf.is_read_wanted = False
+            if is_needed:
+                shelf.is_being_read = True
+                return shelf
+        return None
+
+    def _may_hold(self, record: Record) -> bool:
+        return self.file is not None and self._held_bytes + record.num_bytes <= self.file.held_bytes
+
+    def _read_one(self) -> bool:
+        """Reads ahead for at most one shelf, which is one round of the reader. Returns False if the pool was closed."""
+        with self._state:
+            shelf = self._next_read()
+            if shelf is None and not self._closed:
+                self._state.wait(1.0)
+                shelf = self._next_read()
+            if self._closed:
+                return False
+        if shelf is not None:
+            try:
+                self._read(shelf, max(1, shelf.rows_a_call), ahead=True)
+            except (VeilbaseError, MemoryError) as exc:
+                shelf.failure = exc.with_traceback(None)  # Its frames hold the pool.
+        return True
+
+    def _read(self, shelf: _Shelf, num_rows: int, ahead: bool = False) -> None:
+        """Reads records of a shelf that the calling thread has claimed (marked as being read) until `num_rows` are in
+        memory, or no record is left.
+
+        Args:
+            ahead: whether to stop at the bound of what may wait in memory.
+        """
+        try:
+            while True:
+                with self._state:
+                    if self._closed or shelf.rows_in_memory >= num_rows or not shelf.records:
+                        return
+                    if ahead and not self._may_hold(shelf.records[0]):
+                        return
+                    record = shelf.records.popleft()
+                self._read_record(shelf, record)
+        finally:
+            with self._state:
+                shelf.is_being_read = False
+                self._state.notify_all()
+
+    def _read_record(self, shelf: _Shelf, record: Record) -> None:
+        block: Block | None = None
+        try:
+            if self.file is not None:
+                block = Block(*self.file.take(record), Slots(record.num_rows))
+        finally:
+            with self._state:
+                if not self._closed:
+                    shelf.rows_in_file -= record.num_rows
+                    self._stored_bytes -= record.num_bytes
+                    if block is None:
+                        self._num_burnt += record.num_rows
+                    else:
+                        shelf.blocks.append(block)
+                        self._held_bytes += block.num_bytes
 
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
@@ -404,10 +603,14 @@ class MaskPool:
             self._wanted.append(key)
             self._state.notify_all()
             if self._worker is None:
-                # The thread holds only a weak reference to the pool, so that it ends once the pool is collected.
-                work = threading.Thread(target=_work, args=(weakref.ref(self),), name="veilbase-masks", daemon=True)
-                self._worker = work
-                work.start()
+                self._worker = self._start(MaskPool._refill_one, "veilbase-masks")
+
+    def _start(self, step: Callable[[MaskPool], bool], name: str) -> threading.Thread:
+        """Starts a thread that repeats `step` until it returns False."""
+        # The thread holds only a weak reference to the pool, so that it ends once the pool is collected.
+        thread = threading.Thread(target=_repeat, args=(weakref.ref(self), step), name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _cost(self, shelf: _Shelf, num_rows: int) -> int:
         return self.rounded(num_rows) * shelf.features * ITEM_BYTES
@@ -418,7 +621,7 @@ class MaskPool:
         for key in list(self._wanted):
             shelf = self._shelves[key]
             target = self._target(shelf)
-            if self._ready_bytes + self._cost(shelf, target) > self._budget_bytes:
+            if self.ready_bytes + self._cost(shelf, target) > self._budget_bytes:
                 continue  # This shelf may never fit, and must not block the others.
             self._wanted.remove(key)
             shelf.is_wanted = False
@@ -455,24 +658,29 @@ class MaskPool:
             with self._state:
                 shelf = self._shelf(key, group)
                 missing = num_rows - shelf.num_rows
-                if missing <= 0 or self._ready_bytes + self._cost(shelf, missing) > self._budget_bytes:
+                if missing <= 0 or self.ready_bytes + self._cost(shelf, missing) > self._budget_bytes:
                     return
                 must_make = self._claim(shelf)
             if must_make:
-                self._fill(key, shelf, missing)
+                # What goes to a file is made a few blocks at a time, since it passes through memory.
+                most = missing if self.file is None else _BLOCKS_TO_FILE * self._block_rows
+                self._fill(key, shelf, min(missing, most))
 
     def close(self) -> None:
-        """Drops every mask; later calls raise MaskError."""
+        """Drops every mask, and closes the file and drops its key; later calls raise MaskError."""
         with self._state:
             self._closed = True
             self._drop()
             self._state.notify_all()
+        if self.file is not None:
+            self.file.close()
         arena().trim()
 
     def _drop(self) -> None:
         self._shelves.clear()
         self._wanted.clear()
-        self._ready_bytes = self._seen_features = self._num_made = self._num_burnt = 0
+        self._read_wanted.clear()
+        self._held_bytes = self._stored_bytes = self._seen_features = self._num_made = self._num_burnt = 0
         self._on_drop()
 
     def __reduce__(self) -> NoReturn:
@@ -480,10 +688,10 @@ class MaskPool:
         raise TypeError("a mask pool holds secrets: it cannot be pickled")
 
 
-def _work(pool_of: weakref.ref[MaskPool]) -> None:
+def _repeat(pool_of: weakref.ref[MaskPool], step: Callable[[MaskPool], bool]) -> None:
     while True:
         pool = pool_of()
-        if pool is None or not pool._refill_one():
+        if pool is None or not step(pool):
             return
         del pool
 
@@ -498,14 +706,15 @@ def _forget_in_child() -> None:
 
 
 def _end_workers() -> None:
-    """Closes all pools before the interpreter ends, and waits for their worker threads, at most `_LEAVE_S` for each. If
+    """Closes all pools before the interpreter ends, and waits for their threads, at most `_LEAVE_S` for each. If
     a thread returned from torch's C++ code later, the process would abort."""
     pools = list(_POOLS)
     for pool in pools:
         pool.close()
     for pool in pools:
-        if pool._worker is not None:
-            pool._worker.join(_LEAVE_S)
+        for thread in (pool._worker, pool._reader):
+            if thread is not None:
+                thread.join(_LEAVE_S)
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,5 +1,6 @@
 """This module makes folders and files that only their owner can read, whatever the umask, makes the names of new files
-survive a crash, and locks a file on a local file system, so that processes exclude each other.
+survive a crash, tells whether a folder is in memory, and locks a file on a local file system, so that processes exclude
+each other.
 
 Guarantees:
 - a folder is made with mode 0700, so no other user can enter it at any moment. `make_private_folder` changes no folder
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -73,6 +75,27 @@ def _is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Returns whether the file system of a folder that is or will be keeps files in memory (tmpfs). False where the
+    system does not tell."""
+    path = folder.absolute().resolve()
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = [line.split()[1:3] for line in file]
+    except OSError:
+        return False
+    depth, found = -1, ""
+    for place, kind in mounts:
+        mounted = Path(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place))  # \040 is a space
+        # Of two file systems at one place the later one hides the other.
+        if path.is_relative_to(mounted) and len(mounted.parts) >= depth:
+            depth, found = len(mounted.parts), kind
+    return found in _IN_MEMORY
 
 
 FOLDER_MODE = 0o700

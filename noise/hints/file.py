@@ -44,6 +44,9 @@ _CRC_BYTES = 4
 _WORD_BITS = 32
 _BYTE_BITS = 8
 _MOST_ROWS = 1 << 16
+_PACKED_AT_ONCE = 1 << 14
+"""How many numbers are packed at a time: 64 KiB, which stays in the cache and below the size from which malloc takes
+fresh pages."""
 _GROUP = {0: 1, 8: 1, 10: 4, 12: 2}
 """Maps the number of dropped bits t to how many numbers fill whole bytes together: one number of 32 or 24 bits, four of
 22 bits, two of 20 bits."""
@@ -141,16 +144,42 @@ def pack(numbers: npt.NDArray[np.int32], dropped_bits: int) -> bytes:
     Returns:
         rows · width · (32 - t) / 8 bytes.
     """
-    group = _GROUP[dropped_bits]
-    half = np.uint32((1 << dropped_bits) >> 1)
-    words = (np.ascontiguousarray(numbers).view(np.uint32) + half) & np.uint32(-1 << dropped_bits & 0xFFFFFFFF)
-    words = words.reshape(-1, group)
-    packed = np.zeros((words.shape[0], group * (_WORD_BITS - dropped_bits) // 8), dtype=np.uint8)
-    for place, first_byte, shift in _lanes(dropped_bits):
-        word_bytes = (words[:, place] >> np.uint32(shift)).astype("<u4").view(np.uint8).reshape(-1, 4)
-        for byte in range(max(0, -first_byte), 4):
-            packed[:, first_byte + byte] |= word_bytes[:, byte]
+    packed = np.empty(numbers.size * (_WORD_BITS - dropped_bits) // 8, dtype=np.uint8)
+    pack_into(numbers, dropped_bits, packed)
     return packed.tobytes()
+
+
+def pack_into(numbers: npt.NDArray[np.int32], dropped_bits: int, out: npt.NDArray[np.uint8]) -> None:
+    """Does what `pack` does, and writes the packed numbers to `out`. All other memory is small, since fresh pages would
+    cost more time than the work.
+
+    Args:
+        numbers: as for `pack`; rows may be apart in memory.
+        dropped_bits: t.
+        out: uint8, contiguous, as many bytes as `pack` returns.
+    """
+    num_rows, width = numbers.shape
+    group, half = _GROUP[dropped_bits], np.uint32((1 << dropped_bits) >> 1)
+    packed = out.reshape(num_rows, -1)
+    step = max(1, _PACKED_AT_ONCE // width)
+    scratch = np.empty((min(step, num_rows), width), dtype="<u4")
+    for first in range(0, num_rows, step):
+        part = numbers[first : first + step].view(np.uint32)
+        words = scratch[: len(part)]
+        np.add(part, half, out=words)
+        target = packed[first : first + len(part)]
+        if group == 1:  # A number has whole bytes, of which the lowest are left out.
+            kept = words.view(np.uint8).reshape(len(part), width, 4)[:, :, dropped_bits // 8 :]
+            for byte in range(kept.shape[2]):
+                target[:, byte :: kept.shape[2]] = kept[:, :, byte]
+            continue
+        words &= np.uint32(-1 << dropped_bits & 0xFFFFFFFF)
+        groups = target.reshape(len(part), width // group, -1)
+        groups[:] = 0
+        for place, first_byte, shift in _lanes(dropped_bits):
+            word_bytes = (words[:, place::group] >> np.uint32(shift)).view(np.uint8).reshape(*groups.shape[:2], 4)
+            for byte in range(max(0, -first_byte), 4):
+                groups[:, :, first_byte + byte] |= word_bytes[:, :, byte]
 
 
 def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32], dropped_bits: int) -> None:
@@ -303,7 +332,7 @@ class MappedHint(Hint):
 
 
 def _damaged(path: Path, why: str) -> MaskError:
-    return MaskError(f"the hint file {path} cannot be used: {why}; delete it, and it will be fetched again")
+    return MaskError(f"the hint file {path} cannot be used: {why}; delete it, and it will be made again")
 
 
 @contextlib.contextmanager
@@ -388,17 +417,20 @@ class PartFile:
         """Rounds rows (int32, shape (num_rows, features)), stores them from `first_row` on and records them as done. A
         range that is the whole hint is not recorded in the journal, since no later attempt could use it."""
         layout, span = self._layout, range(first_row, first_row + rows.shape[0])
-        crc = 0
+        crc, is_part = 0, len(span) < layout.rows  # A fetch of one range has nothing to resume from.
+        packed = np.empty(len(span) * layout.row_bytes(0), dtype=np.uint8)
         with disk_errors(self._path, layout.file_bytes):
             for tile in range(layout.num_tiles):
                 columns = layout.columns(tile)
-                part = rows[:, columns.start : columns.stop].contiguous().numpy()
+                part = rows[:, columns.start : columns.stop].numpy()
                 padding = layout.stored_width(tile) - len(columns)
-                data = pack(np.pad(part, ((0, 0), (0, padding))) if padding else part, layout.dropped_bits)
-                crc = zlib.crc32(data, crc)
-                _write_all(self._handle, data, layout.span(tile, span)[0])
+                data = packed[: len(span) * layout.row_bytes(tile)]
+                pack_into(np.pad(part, ((0, 0), (0, padding))) if padding else part, layout.dropped_bits, data)
+                if is_part:
+                    crc = zlib.crc32(data.data, crc)
+                _write_all(self._handle, data.data, layout.span(tile, span)[0])
             self._done.append(span)
-            if len(span) < layout.rows:  # A fetch of one range has nothing to resume from.
+            if is_part:
                 os.fsync(self._handle)
                 self._note(span, crc)
 
@@ -460,7 +492,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def _write_all(handle: int, data: bytes, offset: int) -> None:
+def _write_all(handle: int, data: bytes | memoryview, offset: int) -> None:
     """Writes all bytes. `os.pwrite` may write fewer bytes than it was given, above all on a disk that is nearly
     full."""
     view = memoryview(data)

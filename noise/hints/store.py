@@ -1,13 +1,15 @@
 """This module implements the hint store. A hint is H = A·W̃, the product of the public matrix A and the int8 weight W̃.
-The store fetches the hint of each layer group and direction once from the provider, and keeps it on disk. Without a
-folder it keeps hints in memory, and fetches them again if they do not fit.
+The store gets the hint of each layer group and direction once, from the provider or from the tenant's own computing
+(noise/hints/local.py), and keeps it on disk. Without a folder it keeps hints in memory, and fetches them again if they
+do not fit.
 
 Guarantees: a hint is used only if it was made for exactly this weight, seed, shape, group, direction and rounding, and
 every tile that is read from disk first passes its checksum. In a session that verifies the provider's replies, the
 caller's `verify` checks each fetched range of a hint's rows at the full 32 bits, before the range is rounded. Such a
 session does not use a hint that was fetched without this check, but fetches the hint again. An interrupted fetch
 continues with the missing rows. A file gets its final name only when it is complete. If several processes want one
-hint, it is fetched once.
+hint, it is fetched once. A hint that the tenant computed and one that was fetched never stand for each other. What is
+said here of fetching holds for computing too.
 
 The tenant's own disk is trusted, so nothing protects against a user who writes to it. The checksums detect damaged and
 mixed-up files, but not forgeries. Hints are public: without the secrets they do not help an attacker (docs/masks.md,
@@ -32,7 +34,7 @@ import torch
 
 from noise.disk.private_files import locked, make_private_folder
 from noise.hints.file import Hint, Layout, MappedHint, PartFile, disk_errors
-from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
+from wire.errors import ConfigurationError, InvalidTensor, MaskError, VerificationFailed
 from wire.frame import ITEM_BYTES, Direction
 from wire.limits import MIB
 from wire.ring.seeded_rows import SEED_BYTES
@@ -57,12 +59,14 @@ class HintKey:
             digest from its own checkpoint, since a stored `verified` mark means nothing for another weight.
         seed: the public seed of A.
         group, direction: the layer group's number in the manifest, and the direction (forward or backward).
+        is_local: whether the tenant computed the hint itself, under a seed that no provider has seen.
     """
 
     weights: str
     seed: bytes = field(repr=False)
     group: int
     direction: Direction
+    is_local: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigurationError for a malformed digest or seed."""
@@ -81,6 +85,7 @@ class HintKey:
             "seed_sha256": self.seed_digest,
             "group": str(self.group),
             "direction": self.direction.name.lower(),
+            **({"computed": "by the tenant"} if self.is_local else {}),
         }
 
 
@@ -242,9 +247,22 @@ class HintStore:
             return _stream(Layout(layout.rows, layout.features, 0), source)
         return self._from_disk(self.folder, slot, source)
 
-    def has(self, key: HintKey, shape: tuple[int, int]) -> bool:
-        """Tells whether the hint's file is on disk. The file is complete, but not yet checked."""
-        return self.folder is not None and self._path(self.folder, key, Layout(*shape, self.dropped_bits)).exists()
+    def has(self, key: HintKey, shape: tuple[int, int], verified: bool = False) -> bool:
+        """Tells whether the hint's file is on disk, complete and with the header that it should have. Its numbers are
+        checked only when they are read.
+
+        Args:
+            key, shape: see `get`.
+            verified: whether a file that was stored without a check counts as missing.
+        """
+        if self.folder is None:
+            return False
+        layout = Layout(*shape, self.dropped_bits)
+        try:
+            found = MappedHint.open(self._path(self.folder, key, layout), layout, key.metadata())
+        except MaskError:
+            return False
+        return found is not None and (found.verified or not verified)
 
     def _recall(self, slot: tuple[HintKey, Layout]) -> Hint | None:
         with self._lock:

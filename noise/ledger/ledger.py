@@ -60,7 +60,8 @@ class Seed:
     Attributes:
         seed: 32 bytes; empty for `shares` and `pad`, for which each use has a seed of its own.
         seed_id: the name of the seed in reservations: a digest, or the kind of one-time seed.
-        parameters: the parameter set, or the kind of one-time seed.
+        parameters: the parameter set, or the kind of one-time seed. Seeds whose hints the tenant computes are of a set
+            of their own, so that none of them is ever sent to a provider.
         budget: the most secrets that the seed may serve; None for one-time seeds.
         used: the secrets that all processes have reserved so far, whether or not anything was sent under them.
         num_reservations: the number of records that `used` adds up.
@@ -302,6 +303,12 @@ class Ledger:
         with self._transaction() as book:
             seed = book.current(parameters_name, max_secrets)
             return self._draw(parameters_name, max_secrets) if seed is None or seed.used >= max_secrets else seed
+
+    def known_seed(self, parameters_name: str, max_secrets: int) -> Seed | None:
+        """Returns what `current_seed` would return without drawing; None if there is no seed, or none with room."""
+        with self._transaction() as book:
+            seed = book.current(parameters_name, max_secrets)
+            return None if seed is None or seed.used >= max_secrets else seed
 
     def renew(self, seed_id: str) -> Seed:
         """Returns the seed that follows `seed_id`. The first caller draws the new seed, and all later callers get the

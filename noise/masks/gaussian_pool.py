@@ -57,6 +57,7 @@ class GaussianPool:
     docstring."""
 
     name = "gaussian-pool"
+    precision = "exact"
     arithmetic = Arithmetic.FLOAT
 
     def __init__(self, pool_size: int = 8, sigma: float = 1.0, renew_every: int = 1000) -> None:

@@ -1,7 +1,7 @@
 """This module implements the default mask. The mask adds a fresh Module-LWE sample A·s + e to every row, with a public
 matrix A, a secret s and a small error e. From the reply it subtracts the effect H·s. The hint H = A·W̃ is the product
-of the public matrix and the int8 weight, which the provider computes once. The product e·W̃ stays in the result, and is
-of the size of an activation's rounding.
+of the public matrix and the int8 weight, which the provider computes once, or the tenant itself if it has weights that
+it trusts. The product e·W̃ stays in the result, and is of the size of an activation's rounding.
 
 Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32, for the encoded row x̃. Secret and error are drawn for this
 group, direction and block alone, from a CSPRNG that the operating system keys (noise/sampling.py, and
@@ -17,7 +17,6 @@ service.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,9 @@ import torch
 from noise import sampling
 from noise.blocks.arena import copied
 from noise.blocks.pool import DEFAULT_BYTES, Block, Key, MaskPool
+from noise.blocks.row_file import RowFile
 from noise.blocks.slots import Slots, SlotsExhausted
+from noise.hints import local
 from noise.hints.file import Hint
 from noise.hints.store import HintKey, HintStore
 from noise.ledger.ledger import Ledger, Reservation, Seed, SeedExhausted
@@ -43,15 +44,19 @@ from noise.scheme import (
     Message,
     Reply,
     RowEncoder,
+    WeightOf,
     decode_rows,
     encode_rows,
+    error_bounds,
+    product_call,
 )
 from noise.staging import on_device, on_host
 from wire.errors import ConfigurationError, MaskError
-from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction, Purpose
+from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.limits import Limits
 from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
+from wire.ring.widths import add_rounded
 
 BLOCKS_RESERVED_AT_ONCE = 64
 """How many blocks one record in the ledger reserves, at the cost of one fsync. Blocks that a process leaves unused stay
@@ -59,9 +64,16 @@ counted."""
 MOST_BLOCKS_AT_ONCE = 8
 """The most blocks that share the transforms of A and H, the hint. Sharing among more blocks gained nothing.
 docs/benchmarks_history.md, "Making masks", has figures for one and for eight."""
+NO_WEIGHTS = (
+    "hints='local' (--hints local) needs prepared weights of the trusted checkpoint, and none could be kept, as a "
+    "warning says: mend that, or take hints='fetched' (--hints fetched)"
+)
 MOST_PIECES = 8
 """The most pieces of a block, since each piece costs the work of a whole block."""
 _CPU = torch.device("cpu")
+_OF_LOCAL_HINTS = " (hints computed here)"
+"""What follows the name of a parameter set in the ledger for seeds whose hints the tenant computes: the seeds of one
+name are never those of the other, so that no seed of theirs is sent to a provider."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +113,11 @@ class Lattice:
         limits: Limits | None = None,
         features: int = 0,
         device: torch.device | None = None,
+        file: RowFile | None = None,
+        precision: str = "exact",
+        hints_from: str | None = "fetched",
     ) -> None:
-        """Makes a mask without any rows yet. Each hint is fetched when it is first needed.
+        """Makes a mask without any rows yet. Each hint is fetched, or computed, when it is first needed.
 
         Args:
             parameters: a set from `noise.params.choose`.
@@ -115,6 +130,10 @@ class Lattice:
             features: see `MaskPool`.
             device: where masks and effects are computed, by `DeviceProducts`; None for the CPU, by
                 noise/polynomial/negacyclic.py. They stay where they are made.
+            file: see `MaskPool`; not with a device.
+            precision: how many bits of a masked row and of its reply cross; one of `noise.options.PRECISIONS`.
+            hints_from: `fetched`; or `local` or None, with which `settle_hints` must be called before the first use. It
+                then decides where hints come from, if this is None.
         """
         self.parameters = parameters
         self.polynomials: Any = negacyclic if device is None else DeviceProducts(device)
@@ -123,19 +142,93 @@ class Lattice:
         # These bounds hold for every error and secret, so no scale depends on the block that is used.
         self._error_bound = sampling.error_bound(parameters)
         self._slack = float(hints.rounding_bound() * parameters.dimension)
-        self._row_encoder = RowEncoder(self._error_bound, self._slack)
+        self.precision = precision
+        self._row_encoder = RowEncoder(self._error_bound, self._slack, precision)
         self._rng = sampling.Csprng()
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
         self._effect_path: EffectPath | None = None
+        self._hints_from = hints_from
+        self._weight_of: WeightOf | None = None
+        self._why_hints = "fetched from the provider"
         self._cuts: dict[Key, _Cut] = {}
         degree = parameters.ring_degree
         # A hint that is not stored would be fetched again for every piece.
         least_rows = degree // MOST_PIECES if self.keeps_hints else None
-        self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear)
+        self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear, file)
 
     def bind(self, effect_path: EffectPath) -> None:
         self._effect_path = effect_path
+
+    def settle_hints(self, weight_of: WeightOf | None, pairs: Sequence[tuple[GroupSpec, Direction]]) -> str | None:
+        """Decides whether hints are computed here or fetched, before the mask is first used (noise/hints/local.py has
+        the rule).
+
+        Args:
+            weight_of: returns the tenant's own W̃ of a group, which equals the provider's; None if the tenant has none.
+            pairs: all groups and directions.
+
+        Returns:
+            One line for the user, which says what was chosen and why; None if no hints are missing, or if there was no
+            choice.
+
+        Raises:
+            ConfigurationError: hints were to be computed here, and the tenant has no weights.
+            VeilbaseError: the link was to be measured, and the provider did not answer.
+        """
+        if self._hints_from == "fetched":
+            return None
+        if weight_of is None:
+            if self._hints_from == "local":
+                raise ConfigurationError(NO_WEIGHTS)
+            self._why_hints = "fetched from the provider, since there are no prepared weights"
+            return None
+        if self._hints_from == "local":
+            choice = local.Choice(True, "computed here, as you chose")
+        else:
+            choice = self._chosen(pairs)
+        self._weight_of, self._why_hints = weight_of if choice.is_local else None, choice.why
+        return None if self.has_hints(pairs) else f"hints of the mask are {choice.why}"
+
+    def _chosen(self, pairs: Sequence[tuple[GroupSpec, Direction]]) -> local.Choice:
+        path = self._effect_path
+        if path is None:
+            raise ConfigurationError("the hints of a mask were to be chosen before its client had a connection")
+        # Every tenant may ask for forward hints, whatever classes of work its provider allows.
+        forward = [pair for pair in pairs if pair[1] is Direction.FORWARD] or pairs
+        widest = max(forward, key=lambda pair: pair[0].widths(pair[1])[1])
+        work = local.Work.of(pairs, self.parameters.dimension)
+        return local.choose(
+            work,
+            self._has_some(pairs, is_local=True),
+            self._has_some(pairs, is_local=False),
+            local.product_speed,
+            lambda: local.link_speed(widest, work.num_bytes, path, self._limits),
+        )
+
+    def _has_some(self, pairs: Sequence[tuple[GroupSpec, Direction]], is_local: bool) -> bool:
+        """Tells whether a hint that this session can use is on disk, of those that were computed here or of those that
+        were fetched."""
+        name = self.parameters.name + (_OF_LOCAL_HINTS if is_local else "")
+        seed, rows = self._ledger.known_seed(name, self.parameters.max_secrets), self.parameters.dimension
+        return seed is not None and any(
+            self._hints.has(
+                HintKey(group.digest, seed.seed, group.id, direction, is_local),
+                (rows, group.widths(direction)[1]),
+                self._verified,
+            )
+            for group, direction in pairs
+        )
+
+    @property
+    def computes_hints(self) -> bool:
+        """Tells whether the tenant computes its hints itself, so that no provider sees them or the seed of A."""
+        return self._weight_of is not None
+
+    @property
+    def seed(self) -> bytes:
+        """Returns the seed of the public matrix A under which blocks are made now."""
+        return self._current().seed.seed
 
     # ---- one call ---------------------------------------------------------------------------------------------------
 
@@ -145,9 +238,9 @@ class Lattice:
         if row is not None:
             return self._mask_row(group, direction, row)
         request_cols, _ = group.widths(direction)
-        error_norm = self._error_bound * math.sqrt(request_cols)
-        # This raises an error before a mask row is used up.
-        encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)
+        call = product_call(group, direction, self.precision)
+        bounds = error_bounds(call, request_cols, self._error_bound, self._slack)
+        encoded, scales = encode_rows(group, direction, rows, *bounds)  # This raises before a mask row is used up.
         mask, effect = self.pool.take(group, direction, rows.shape[0])
         if mask.is_cuda:
             for each in (mask, effect):  # The caller's stream may be another one than that of the pool's thread.
@@ -156,7 +249,7 @@ class Lattice:
         # Rows are masked where the masks are. This adds in place, since fresh pages cost time. The rows of the pool are
         # used up, so nothing else reads them.
         with on_host(encoded) if mask.is_cpu else on_device(encoded, mask.device) as here:
-            masked = mask.add_(here)
+            masked = add_rounded(mask, here, call.bits)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             with on_device(effect, replies[0].device) as there:
@@ -165,15 +258,13 @@ class Lattice:
                 effect.zero_()  # A device's memory may come to another process.
             return product
 
-        return Masked(
-            (Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(masked, is_masked=True)),), unmask
-        )
+        return Masked((Message(call, RowsPayload(masked, is_masked=True)),), unmask)
 
     def _mask_row(self, group: GroupSpec, direction: Direction, row: EncodedRow) -> Masked:
         """Adds a fresh mask row to a row that was encoded directly into the bytes that are sent."""
         taken = self.pool.take(group, direction, 1)
         mask, effect = (each.to(_CPU) for each in taken)
-        row.codec.add(mask, row.payload.numbers)
+        row.codec.add(mask, row.payload.numbers, row.call.bits)
         for each in taken:
             if not each.is_cpu:
                 each.zero_()  # What stays on the device would unmask the row.
@@ -316,7 +407,8 @@ class Lattice:
     def _current(self) -> _Epoch:
         with self._lock:
             if self._epoch is None:
-                seed = self._ledger.current_seed(self.parameters.name, self.parameters.max_secrets)
+                name = self.parameters.name + (_OF_LOCAL_HINTS if self.computes_hints else "")
+                seed = self._ledger.current_seed(name, self.parameters.max_secrets)
                 self._epoch = _Epoch(seed)
             return self._epoch
 
@@ -339,23 +431,23 @@ class Lattice:
             return epoch.matrices[0].first(features)
 
     def _hint(self, epoch: _Epoch, group: GroupSpec, direction: Direction) -> Hint:
-        path = self._effect_path
+        path, weight_of = self._effect_path, self._weight_of
         if path is None:
             raise ConfigurationError("the mask was used before its client had a connection")
         request_cols, reply_cols = group.widths(direction)
         call = Call(group.id, direction, Arithmetic.RING, Purpose.HINT)
-        most_rows = self._limits.max_tensor_bytes // (max(request_cols, reply_cols) * ITEM_BYTES)
 
         def fetch(first: int, count: int) -> Reply:
             return path(call, SeedPayload(SeededRows(epoch.seed.seed, first, count), request_cols), reply_cols)
 
         return self._hints.get(
-            HintKey(group.digest, epoch.seed.seed, group.id, direction),
+            HintKey(group.digest, epoch.seed.seed, group.id, direction, weight_of is not None),
             (self.parameters.dimension, reply_cols),
-            fetch,
-            # The function that `bind` stored has checked these rows. The store only has to remember this.
-            verify=(lambda first, rows: None) if self._verified else None,
-            rows_per_fetch=max(1, min(self._limits.max_rows, most_rows)),
+            fetch if weight_of is None else local.computing(epoch.seed.seed, (group, direction), weight_of),
+            # The function that `bind` stored has checked these rows, or they were computed from trusted weights. The
+            # store only has to remember this.
+            verify=(lambda first, rows: None) if self._verified or weight_of is not None else None,
+            rows_per_fetch=local.most_rows((group, direction), self._limits) if weight_of is None else None,
         )
 
     @property
@@ -366,14 +458,18 @@ class Lattice:
     def has_hints(self, pairs: Sequence[tuple[GroupSpec, Direction]]) -> bool:
         """Tells whether the hints of all given groups and directions are on disk. The files' contents are checked only
         when they are read."""
-        seed, rows = self._current().seed.seed, self.parameters.dimension
+        seed, rows = self.seed, self.parameters.dimension
         return all(
-            self._hints.has(HintKey(group.digest, seed, group.id, direction), (rows, group.widths(direction)[1]))
+            self._hints.has(
+                HintKey(group.digest, seed, group.id, direction, self.computes_hints),
+                (rows, group.widths(direction)[1]),
+                self._verified,
+            )
             for group, direction in pairs
         )
 
     def prefetch(self, group: GroupSpec, direction: Direction) -> None:
-        """Fetches the hint of a group and direction before it is needed."""
+        """Fetches or computes the hint of a group and direction before it is needed."""
         self._hint(self._current(), group, direction)
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
@@ -399,7 +495,9 @@ class Lattice:
         }
         if self.keeps_hints:
             stored = f"{self._hints.stored_bytes() / 1e6:.0f} MB on disk, of all models and seeds"
-            described["hints"] = f"{stored}, at {rounded} bits a number"
+            described["hints"] = f"{stored}, at {rounded} bits a number; {self._why_hints}"
+            if self.computes_hints:
+                described["hints"] += "; the provider sees neither them nor the seed of A"
         try:
             seed = self._current().seed
             used = next(each.used for each in self._ledger.audit() if each.seed_id == seed.seed_id)

@@ -24,6 +24,7 @@ class Off:
     """Sends rows unmasked: quantised to the ring, or as float32."""
 
     name = "off"
+    precision = "exact"
 
     def __init__(self, arithmetic: Arithmetic) -> None:
         """Chooses the arithmetic: RING (int32 rows, int8 weights, exact) or FLOAT."""

@@ -14,22 +14,32 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.blocks.row_file import RowFile
 from noise.blocks.slots import Slots
-from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from noise.scheme import (
+    EffectPath,
+    GroupSpec,
+    Masked,
+    Message,
+    WeightOf,
+    decode_rows,
+    encode_rows,
+    error_bounds,
+    product_call,
+)
 from noise.staging import on_device, on_host
 from wire.errors import ConfigurationError
-from wire.frame import Arithmetic, Call, Direction
+from wire.frame import Arithmetic, Direction
 from wire.payload import RowsPayload
 from wire.ring import coding
 from wire.ring.seeded_rows import SeededRows
+from wire.ring.widths import rounded
 
 BLOCK_ROWS = 256
 """The rows under one key: enough for an efficient product, and not many more than a short answer needs."""
 LEAST_ROWS = 16
 """The fewest rows that are worth making at a time. Fewer than BLOCK_ROWS are made if the model is so wide that the pool
 does not hold two blocks for every layer."""
-WeightOf = Callable[[int], torch.Tensor]
-"""Maps a group number to its W̃, int8, shape (in_features, out_features)."""
 
 
 class Pad:
@@ -46,6 +56,8 @@ class Pad:
         background: bool = True,
         on_close: Callable[[], None] = lambda: None,
         features: int = 0,
+        file: RowFile | None = None,
+        precision: str = "exact",
     ) -> None:
         """Makes a mask whose pool holds no pads yet.
 
@@ -55,26 +67,30 @@ class Pad:
             pool_bytes: the most bytes of pads and effects made ahead.
             background: whether a worker thread makes them.
             on_close: called by `close`; closes the ledger.
-            features: see `MaskPool`.
+            features, file: see `MaskPool`.
+            precision: how many bits of a masked row and of its reply cross; one of `noise.options.PRECISIONS`. Rounding
+                a number that is uniform mod 2^32 shows nothing that the number does not show.
         """
+        self.precision = precision
         self._weight_of, self._fresh_seed, self._on_close = weight_of, fresh_seed, on_close
-        self.pool = MaskPool(self._make, BLOCK_ROWS, pool_bytes, background, LEAST_ROWS, features)
+        self.pool = MaskPool(self._make, BLOCK_ROWS, pool_bytes, background, LEAST_ROWS, features, file=file)
 
     def bind(self, effect_path: EffectPath) -> None:
         """Does nothing, since this mask needs no effects from the provider."""
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Adds fresh pad rows; see `MaskScheme.mask`."""
-        encoded, scales = encode_rows(group, direction, rows)  # This raises before a pad row is used up.
+        call = product_call(group, direction, self.precision)
+        bounds = error_bounds(call, group.widths(direction)[0], 0.0, 0.0)
+        encoded, scales = encode_rows(group, direction, rows, *bounds)  # This raises before a pad row is used up.
         pad, effect = self.pool.take(group, direction, rows.shape[0])
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             with on_device(effect, replies[0].device) as there:
                 return decode_rows(group, direction, replies[0], scales, there)
 
-        call = Call(group.id, direction, Arithmetic.RING)
         with on_host(encoded) as here:
-            return Masked((Message(call, RowsPayload(here + pad, is_masked=True)),), unmask)
+            return Masked((Message(call, RowsPayload(rounded(here + pad, call.bits), is_masked=True)),), unmask)
 
     def _make(self, group: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
         weight = self._weight_of(group.id)

@@ -13,12 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from noise.scheme import (
+    EffectPath,
+    GroupSpec,
+    Masked,
+    Message,
+    decode_rows,
+    encode_rows,
+    error_bounds,
+    product_call,
+)
 from noise.staging import on_host
 from wire.errors import MaskError
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
+from wire.ring.widths import rounded
 
 
 class Shares:
@@ -27,13 +37,19 @@ class Shares:
     name = "shares"
     arithmetic = Arithmetic.RING
 
-    def __init__(self, fresh_seed: Callable[[], bytes], on_close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, fresh_seed: Callable[[], bytes], on_close: Callable[[], None] = lambda: None, precision: str = "exact"
+    ) -> None:
         """Makes a mask that has not drawn any seed yet.
 
         Args:
             fresh_seed: returns 32 bytes from the operating system, counted by the ledger, never the same twice.
             on_close: called by `close`; closes the ledger.
+            precision: how many bits cross of a row that goes to the first provider, and of its reply; one of
+                `noise.options.PRECISIONS`. The row is uniform mod 2^32, so rounding it shows nothing more. What the
+                second provider multiplies is a seed's rows, of which all bits count.
         """
+        self.precision = precision
         self._fresh_seed, self._on_close = fresh_seed, on_close
         self._closed = False
 
@@ -44,17 +60,19 @@ class Shares:
         """Splits the rows into two shares, one for each provider; see `MaskScheme.mask`."""
         if self._closed:
             raise MaskError("this mask was closed")
-        encoded, scales = encode_rows(group, direction, rows)  # This raises before a seed is spent.
+        call = product_call(group, direction, self.precision)
+        bounds = error_bounds(call, rows.shape[1], 0.0, 0.0)
+        encoded, scales = encode_rows(group, direction, rows, *bounds)  # This raises before a seed is spent.
         share = SeededRows(self._fresh_seed(), 0, rows.shape[0])
         with on_host(encoded) as here:
-            hidden = here - share.expand(rows.shape[1])
+            hidden = rounded(here - share.expand(rows.shape[1]), call.bits)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             return decode_rows(group, direction, replies[0] + replies[1], scales)
 
         return Masked(
             (
-                Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(hidden, is_masked=True), 0),
+                Message(call, RowsPayload(hidden, is_masked=True), 0),
                 Message(Call(group.id, direction, Arithmetic.RING, Purpose.HINT), SeedPayload(share, rows.shape[1]), 1),
             ),
             unmask,

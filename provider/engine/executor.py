@@ -262,7 +262,8 @@ class Executor:
         It makes no ticket, which saves time, since a decode step has about a hundred such requests. With a latency
         target, one such request may run while a replica whose `can_share` is true computes a large product.
         """
-        outcome = self._make_here(tenant, call, lambda replica: replica.product(call, rows))
+        product = call.product
+        outcome = self._make_here(tenant, product, lambda replica: replica.product(product, rows))
         if outcome is not None:
             self._replies.tell(tenant, call, rows, outcome if isinstance(outcome, torch.Tensor) else None)
         return outcome

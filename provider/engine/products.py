@@ -55,6 +55,8 @@ def check_cols(info: GroupInfo, call: Call, cols: int) -> int:
     """Checks a call against its group, and returns the number of columns of the reply; see `check_call`."""
     if call.purpose is Purpose.HINT and call.arithmetic is not Arithmetic.RING:
         raise UnknownLayer("hints exist in ring arithmetic only")
+    if call.purpose is Purpose.WEIGHTS:
+        raise UnknownLayer("this provider does not give away its weights")
     given, replied = info.widths(call.direction)
     if cols != given:
         raise InvalidTensor(f"expected {given} columns, got {cols}")

@@ -24,7 +24,7 @@ import torch
 from provider.schedule.ticket import Piece, RequestClass, Ticket
 from wire import frame
 from wire.errors import VeilbaseError
-from wire.frame import Assembler, Header
+from wire.frame import Assembler, FrameType, Header
 from wire.gpu_window.memory import Area
 from wire.ring.buffers import unwritten_like
 from wire.ring.seeded_rows import Rows, SeededRows
@@ -63,9 +63,10 @@ class Request:
         """
         self.tenant, self.header, self.reply_cols = tenant, header, reply_cols
         self.request_class, self.expires_s, self.area = request_class, expires_s, area
-        self.reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
-        self.held_bytes = header.total_bytes + self.reply_bytes
-        """The bytes of the request and its reply together."""
+        self.reply_bytes = frame.payload_bytes(FrameType.REPLY, header.call, header.rows, reply_cols)
+        """The bytes of the reply on the wire."""
+        self.held_bytes = frame.held_bytes(header.call, header.rows, header.cols, reply_cols)
+        """The bytes of the request and its reply together, as limits count them."""
         self.assembler: Assembler | None = Assembler(header)
         """Joins the request's chunks into rows; None once all chunks are received."""
         self.rows: Rows | None = None
@@ -84,7 +85,13 @@ class Request:
         self._placed: dict[int, int] = {}
         """Maps the first row of each piece that was copied into `_unfinished` to the piece's number of rows."""
         self.ticket = Ticket(
-            self.tenant, header.call, header.rows, self.request_class, time.monotonic(), self.expires_s, request=self
+            self.tenant,
+            header.call.product,
+            header.rows,
+            self.request_class,
+            time.monotonic(),
+            self.expires_s,
+            request=self,
         )
         self.rows = rows  # A thread that finds rows may cancel the request, so the ticket comes first.
 

@@ -336,7 +336,7 @@ class Outbox:
         reply = request.reply
         if reply is None:
             return None
-        (message,) = frame.frames(self._answered(request), frame.tensor_bytes(reply))
+        (message,) = frame.frames(self._answered(request), frame.rows_bytes(reply, request.header.call.reply_bits))
         return message if self._table.forget(request.header.request_id) else None
 
     def _chunks(self, request: Request) -> Iterator[bytes | memoryview]:
@@ -344,7 +344,7 @@ class Outbox:
         reply, left = request.reply, request.reply_bytes
         if reply is None:
             return  # The request was cancelled or has expired.
-        for message in frame.frames(self._answered(request), frame.tensor_bytes(reply)):
+        for message in frame.frames(self._answered(request), frame.rows_bytes(reply, request.header.call.reply_bits)):
             left -= len(message) - frame.HEADER_BYTES
             if not self._table.has(request):
                 return

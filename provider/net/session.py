@@ -44,6 +44,7 @@ from wire.errors import (
     LimitExceeded,
     MalformedFrame,
     Unavailable,
+    UnknownLayer,
     VeilbaseError,
     VersionMismatch,
     WireCode,
@@ -52,6 +53,8 @@ from wire.errors import (
 from wire.frame import Call, FrameType, Header
 from wire.gpu_window.memory import Area
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
+from wire.ring import widths
+from wire.ring.buffers import unwritten_tensor
 from wire.ring.seeded_rows import Rows
 
 
@@ -154,7 +157,7 @@ def _is_whole_row(header: Header, payload: memoryview, request_class: RequestCla
         and len(payload) == header.total_bytes
         and not payload.readonly
         and header.cols * reply_cols <= INLINE_PRODUCTS
-        and reply_cols * frame.ITEM_BYTES <= CHUNK_BYTES  # The reply is one frame.
+        and reply_cols * frame.ITEM_BYTES <= CHUNK_BYTES  # The reply is one frame, whatever its width.
     )
 
 
@@ -309,7 +312,7 @@ class Session:
             raise DeadlineExceeded("a request without time to be answered in")
         reply_cols = self._check_shape(header)
         area = self._area_of(header, payload, reply_cols)
-        held = header.total_bytes + header.rows * reply_cols * frame.ITEM_BYTES
+        held = frame.held_bytes(header.call, header.rows, header.cols, reply_cols)
         expires_s = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
         request_class = self._table.class_of(header, now)
         # A row is computed outside the table only if nothing waits to be sent. Otherwise replies to a tenant that does
@@ -323,6 +326,8 @@ class Session:
 
     def _check_shape(self, header: Header) -> int:
         """Checks the shape that a header announces against the limits; returns the number of columns of the reply."""
+        if model := header.code & ~frame.IN_WINDOW:
+            raise UnknownLayer(f"expected model 0, the only one, got {model}")
         reply_cols = self._check(header.call, header.cols)
         try:
             frame.check_tensor_header(header, self._limits.max_rows, self._limits.max_tensor_bytes)
@@ -356,12 +361,18 @@ class Session:
         Returns:
             None if the row was computed or has failed; else its request, which was put into the table after all.
         """
-        size, is_kept = reply_cols * frame.ITEM_BYTES, False
+        call, is_kept = header.call, False
+        size = frame.payload_bytes(FrameType.REPLY, call, 1, reply_cols)
         try:
             message = memoryview(bytearray(frame.HEADER_BYTES + size))
-            outcome = self._executor.compute_row(self.tenant, header.call, row, message[frame.HEADER_BYTES :])
+            written = message[frame.HEADER_BYTES :]
+            outcome: VeilbaseError | bool
+            if call.bits == call.reply_bits == widths.FULL_BITS:
+                outcome = self._executor.compute_row(self.tenant, call, row, written)
+            else:
+                outcome = self._compute_packed_row(header, row, reply_cols, written)
             if outcome is True:
-                reply = Header(FrameType.REPLY, header.request_id, header.call, 1, reply_cols, 0, size)
+                reply = Header(FrameType.REPLY, header.request_id, call, 1, reply_cols, 0, size)
                 message[: frame.HEADER_BYTES] = reply.pack()
                 self._usage.answered(RequestClass.DECODE, 1, header.total_bytes, size)
                 self._outbox.put(message)
@@ -374,6 +385,22 @@ class Session:
         finally:
             self._table.row_ended(RequestClass.DECODE, held, is_kept)
         return None
+
+    def _compute_packed_row(
+        self, header: Header, packed: memoryview, reply_cols: int, written: memoryview
+    ) -> VeilbaseError | bool:
+        """Computes one row of packed numbers, and packs the reply into `written`; see `Executor.compute_row`."""
+        try:
+            row = frame.tensor(header, packed)
+        except InvalidTensor as exc:
+            return exc
+        reply = unwritten_tensor(1, reply_cols, row.dtype)
+        outcome = self._executor.compute_row(
+            self.tenant, header.call.product, frame.tensor_bytes(row), frame.tensor_bytes(reply)
+        )
+        if outcome is True:
+            widths.pack(reply, header.call.reply_bits, written)
+        return outcome
 
     def _compute(self, request: Request, rows: Rows) -> None:
         header, call = request.header, request.header.call
@@ -408,7 +435,7 @@ class Session:
         if window is None:
             return  # The stream has ended.
         try:
-            window.put(area, reply)
+            window.put(area, widths.rounded(reply, header.call.reply_bits))
         except RuntimeError as exc:
             _LOGGER.error("a reply could not be written: %s", type(exc).__name__, extra=self._named(header.request_id))
             self._fail(header.request_id, FAILED)

@@ -88,6 +88,8 @@ class Recorder:
                 "direction": call.direction.name.lower(),
                 "arithmetic": call.arithmetic.name.lower(),
                 "purpose": call.purpose.name.lower(),
+                "bits": call.bits,
+                "reply_bits": call.reply_bits,
                 "rows": count_rows(request) if reply is None else reply.shape[0],
                 "answered": reply is not None,
             }

@@ -2,10 +2,13 @@
 
 Some masks leave an error e in results: a logit is then x·W + e·W, for a row x and the weight W. A client that gets
 logits and knows W can solve for x + e. The provider holds the masked row x + e + A·s, with the public matrix A. If it
-learns x + e, it has A·s, and with it the secret s and every row that s has masked.
+learns x + e, it has A·s, and with it the secret s and every row that s has masked. What rounding takes from a masked
+row
+before it is sent is part of e here: it is larger, and as harmful to show.
 
 Guarantees: under such a mask no number that the model computed leaves the endpoint, unless the operator asked for it,
-and then only rounded to the operator's step. The masks `pad` and `shares` leave no error. `off` hides nothing anyway.
+and then only rounded to the operator's step. The masks `pad` and `shares` leave at most the rounding of rows whose pad
+or share is used once, so that it tells nothing of other rows. `off` hides nothing anyway.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Released:
     Attributes:
         mask: the name of the mask in force.
         step: the step of rounding that the operator chose; None if nothing was chosen.
-        sigma: the standard deviation of the lattice mask's error, in units of encoded rows.
+        sigma: the standard deviation of the lattice mask's error, with that of rounding, in units of encoded rows.
     """
 
     mask: str
@@ -61,6 +64,7 @@ class Released:
         if self.step is not None and not least <= self.step <= most:
             raise ConfigurationError(
                 f"--release-values is a step from {self._steps} with the parameters of this mask, got {self.step:g}"
+                + ("; precision='exact' may allow smaller ones" if self._scale > 1.0 else "")
             )
 
     @property

@@ -222,7 +222,8 @@ class ServedSession(TrainingSession, Protocol):
 
     @property
     def error_sigma(self) -> float:
-        """Returns the standard deviation of the lattice mask's error, in units of encoded rows; 0 for other masks."""
+        """Returns the standard deviation of the error that the lattice mask leaves in a row, with that of rounding, in
+        units of encoded rows; 0 for other masks."""
 
     def explain(self) -> str:
         """Prints and returns the privacy in force."""

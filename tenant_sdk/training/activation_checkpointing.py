@@ -62,7 +62,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from noise.disk.private_files import make_private_folder
+from noise.disk.private_files import is_in_memory, make_private_folder
 from runtime.memory import free_memory
 from tenant_sdk.kinds.register import features_of_kinds
 from tenant_sdk.model.dora import features_of_dora
@@ -724,17 +724,6 @@ def choose(
         )
     per_row = need.replies // max(1, num_rows), need.results // max(1, num_rows)
     return Checkpointing(mode, ReplyStore(in_memory, folder), per_row)
-
-
-def is_in_memory(folder: Path) -> bool:
-    """Returns whether the file system of a folder that is or will be keeps files in memory (tmpfs)."""
-    path = folder.absolute().resolve()
-    with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
-        mounts = [line.split()[1:3] for line in file]
-    found = [
-        (len(place), kind) for place, kind in mounts if path.is_relative_to(place.encode().decode("unicode_escape"))
-    ]
-    return max(found, default=(0, ""))[1] in ("tmpfs", "ramfs")
 
 
 def _free_disk(folder: Path) -> int:

@@ -22,6 +22,7 @@ import importlib.metadata
 import json
 import logging
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from tenant_sdk.trust.compare import (
     check_scale_names,
     check_tensors,
     differs,
+    join,
     same_bits,
     tensor_digest,
     write_files,
@@ -56,6 +58,7 @@ from wire.built_in import BUILT_IN
 from wire.errors import ConfigurationError, InvalidTensor, VeilbaseError, VerificationFailed
 from wire.manifest import Manifest
 from wire.prepared import LayerKind, PreparedLayer, PreparedStore, StoreKey, open_store, prepare_layer, writing
+from wire.ring.quantise import digest
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -151,7 +154,7 @@ class TrustedCheckpoint:
         progress: Progress | None = None,
         keep: Callable[[int, torch.Tensor], None] | None = None,
         cache: Path | None = None,
-    ) -> None:
+    ) -> GroupWeights | None:
         """Compares a provider's manifest and bundle with this checkpoint, and adds each group's weight to the verifier.
 
         Args:
@@ -163,6 +166,9 @@ class TrustedCheckpoint:
                 itself (mask='pad').
             cache: the cache folder, in which the int8 weights are kept for later sessions (wire/prepared.py); None to
                 keep nothing. What is kept depends on this checkpoint alone, and on nothing that the provider sent.
+
+        Returns:
+            The int8 weights of the provider's groups, if they are kept; otherwise None.
 
         Raises:
             VerificationFailed: a part differs from the checkpoint; the text names the part.
@@ -185,6 +191,7 @@ class TrustedCheckpoint:
                 if keep is not None:
                     keep(group.id, quantised)
                 steps.step()
+            return GroupWeights(trusted, manifest) if isinstance(trusted, _Stored) else None
         except BaseException:
             verifier.close()
             raise
@@ -336,7 +343,8 @@ class _Stored:
     """Gives the contents of a checkpoint from a prepared store, and layers that the store lacks from the checkpoint."""
 
     def __init__(self, checkpoint: TrustedCheckpoint, store: PreparedStore) -> None:
-        self._live, self._name, self._store = _Live(checkpoint), checkpoint.name, store
+        self._live, self.name, self._store = _Live(checkpoint), checkpoint.name, store
+        self.release = checkpoint.release
         self._has_all = True
 
     def files(self) -> dict[str, bytes]:
@@ -357,7 +365,7 @@ class _Stored:
             if self._has_all:
                 _LOGGER.warning(
                     "the provider serves layers that no provider of %s serves by default: the checkpoint is read again",
-                    self._name,
+                    self.name,
                 )
             self._has_all = False
             return self._live.layer(name, kind)
@@ -365,6 +373,36 @@ class _Stored:
         if layer.kind != kind:
             raise differs(f"the weight of {name}")
         return layer
+
+
+class GroupWeights:
+    """Reads the int8 weights of a provider's groups from the prepared store of a checkpoint, after the provider was
+    compared with the checkpoint. No weight is kept in memory. It is safe under threads."""
+
+    def __init__(self, stored: _Stored, manifest: Manifest) -> None:
+        """Takes the store, and the manifest, which has passed the comparison."""
+        self._stored = stored
+        self._groups = {group.id: group for group in manifest.groups}
+        self._lock = threading.Lock()
+
+    def __call__(self, group_id: int) -> torch.Tensor:
+        """Returns W̃ of a group: int8, shape (in_features, out_features); the layers' columns are concatenated.
+
+        Raises:
+            ConfigurationError: the store was changed since the comparison.
+        """
+        group = self._groups[group_id]
+        with self._lock:  # a layer that the store lacks is read by the checkpoint, which is not thread-safe
+            found = join([self._stored.layer(layer.name, layer.kind) for layer in group.layers])
+            self._stored.release()
+        # What is used is what is checked: a copy, which nobody can change in the file.
+        weight = found.weight.clone() if len(group.layers) == 1 else found.weight
+        if digest(weight, found.alpha) != group.digest:
+            raise ConfigurationError(
+                f"the prepared weights of {self._stored.name} were changed while in use: start again, and they are "
+                "made anew"
+            )
+        return weight
 
 
 class _NotKept(ConfigurationError):

@@ -303,14 +303,16 @@ def check_group(
         if norms and not same_bits(norms_of_columns(part.column_squares, part.alpha), norms[info.name]):
             raise differs(f"the column norms of {info.name}")
         parts.append(part)
-    joined = parts[0] if len(parts) == 1 else _join(parts)
+    joined = join(parts)
     _check_numbers(group, joined, " and ".join(info.name for info in group.layers[:3]))
     return joined.weight
 
 
-def _join(parts: list[PreparedLayer]) -> PreparedLayer:
+def join(parts: list[PreparedLayer]) -> PreparedLayer:
     """Returns the weight of a group, whose layers' columns are concatenated. All layers have the same number of
     inputs, since the manifest says so and each layer agrees with the manifest."""
+    if len(parts) == 1:
+        return parts[0]
     weight, alpha = torch.cat([part.weight for part in parts], dim=1), torch.cat([part.alpha for part in parts])
     rows = torch.stack([part.row_squares for part in parts]).sum(dim=0)
     columns = torch.cat([part.column_squares for part in parts])

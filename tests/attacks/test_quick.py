@@ -7,24 +7,32 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import threading
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-import attacks
 from attacks import extract_lora, recover_prompts
 from attacks.report import command_line, plots, verdict
-from attacks.report.catalogue import CATALOGUE, NOT_IN_QUICK
+from attacks.report.catalogue import CATALOGUE, NOT_IN_QUICK, controls, quick
 from attacks.report.exit_status import exit_status
 from attacks.report.table import FAILED, SHARE_TRIED, Finding, Result, unclaimed
 from attacks.victim import draws, models
 from attacks.victim.draws import Check
+from noise import sampling
+from noise.masks import lattice
+from noise.masks.off import Off
+from wire.frame import Arithmetic, Direction
 
 
 def read(folder: Path) -> list[Result]:
@@ -45,12 +53,16 @@ def read(folder: Path) -> list[Result]:
 # ---- the quick profile ----------------------------------------------------------------------------------------------
 
 
+CONTROLS = "layer-0 lookup,closed-form"
+"""The adversaries whose controls run beside the quick profile."""
+
+
 def check_files(folder: Path) -> None:
     """Checks that all files of a report exist and are complete, and that they show in words what was stolen."""
     report = json.loads((folder / "report.json").read_text())
     assert report["results"]
     assert all(one["wins"] for one in report["controls"])
-    assert len(report["controls"]) == len(CATALOGUE) - len(NOT_IN_QUICK)
+    assert [one["adversary"] for one in report["controls"]] == CONTROLS.split(",")
     told = (folder / "report.md").read_text()
     assert told.count("\n| ") > len(report["results"])
     for plot in ("recovered_adapters.svg", "recovered_prompts.svg"):
@@ -68,9 +80,14 @@ def check_files(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One run serves all checks, because tests of a module may run in several processes and so share nothing."""
+def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run serves all checks, because tests of a module may run in several processes and so share nothing. It asks
+    for the controls of all its adversaries. Of these, two run beside it, and `test_closed_form.py` runs each one."""
+    asked, beside = [], command_line._controls_beside
+    monkeypatch.setattr(command_line, "_controls_beside", lambda names: asked.append(names) or beside(CONTROLS))
     assert extract_lora.main(["--out", str(tmp_path)]) == 0
+    assert asked == [quick()]
+    assert len(controls(quick())) == len(CATALOGUE) - len(NOT_IN_QUICK)
     check_files(tmp_path)
     results = read(tmp_path)
     assert {(one.mask, one.arithmetic) for one in results} == {
@@ -119,7 +136,7 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-def test_prompts_of_a_gpt2_model(tmp_path: Path, no_controls: None) -> None:
+def test_prompts_of_a_gpt2_model(tmp_path: Path, in_process: Any, no_controls: None) -> None:
     options = ["--model", "tiny-gpt2", "--masks", "off,lattice", "--out", str(tmp_path)]
     assert recover_prompts.main(options) == 0
     rates = {(one.mask, one.adversary): one.finding for one in read(tmp_path) if one.finding.metric == "recovery rate"}
@@ -349,94 +366,92 @@ def test_the_gate_asks_for_every_metric() -> None:
     assert verdict.standing([Result("off", "float", "closed-form", found)], ran={"traffic-shape"}) == []
 
 
-IN_THE_VICTIM = """
-import sys
-if any(part.endswith("victim/tenant.py") or part == "attacks.victim.tenant" for part in sys.orig_argv):
-"""
-FORGETFUL = """
-    from noise.masks import lattice
-    from noise.masks.off import Off
-    from wire.frame import Arithmetic, Direction
+def forgetful(patch: pytest.MonkeyPatch) -> None:
+    """Leaves the backward direction unmasked."""
     mask = lattice.Lattice.mask
-    def forgetful(self, group, direction, rows):
+
+    def mask_forward(self: Any, group: Any, direction: Direction, rows: Any) -> Any:
         if direction is Direction.BACKWARD:
             return Off(Arithmetic.RING).mask(group, direction, rows)
         return mask(self, group, direction, rows)
-    lattice.Lattice.mask = forgetful
-"""
-ERRORLESS = """
-    import torch
-    from noise import sampling
-    sampling.error = lambda rng, shape, parameters: torch.zeros(tuple(shape), dtype=torch.int8)
-"""
-SHARING = """
-    import collections, threading, torch
-    from noise import sampling
-    from noise.masks import lattice
-    lock, where, counts, secrets = threading.Lock(), threading.local(), collections.Counter(), []
+
+    patch.setattr(lattice.Lattice, "mask", mask_forward)
+
+
+def errorless(patch: pytest.MonkeyPatch) -> None:
+    """Gives the masks no error."""
+    patch.setattr(sampling, "error", lambda rng, shape, parameters: torch.zeros(tuple(shape), dtype=torch.int8))
+
+
+def sharing(patch: pytest.MonkeyPatch) -> None:
+    """Gives all groups the same secrets."""
+    lock, where, counts, secrets = threading.Lock(), threading.local(), Counter[Any](), list[torch.Tensor]()
     make, ternary = lattice.Lattice._make_blocks, sampling.ternary
-    def make_blocks(self, group, direction, *arguments):
+
+    def make_blocks(self: Any, group: Any, direction: Direction, *arguments: Any) -> Any:
         where.stream = group.id, direction
         return make(self, group, direction, *arguments)
-    def shared(rng, shape):
+
+    def shared(rng: Any, shape: Any) -> torch.Tensor:
         with lock:
             first = counts[where.stream]
             counts[where.stream] += shape[0]
             while len(secrets) < first + shape[0]:
                 secrets.append(ternary(rng, (1, *shape[1:]))[0])
             return torch.stack(secrets[first : first + shape[0]])
-    lattice.Lattice._make_blocks, sampling.ternary = make_blocks, shared
-"""
-SEEDED = """
-    import torch
-    from noise import sampling
+
+    patch.setattr(lattice.Lattice, "_make_blocks", make_blocks)
+    patch.setattr(sampling, "ternary", shared)
+
+
+def seeded(patch: pytest.MonkeyPatch) -> None:
+    """Draws the secrets from small seeds."""
     seeds = iter(range(1, 4000))
-    def seeded(rng, shape):
+
+    def draw(rng: Any, shape: Any) -> torch.Tensor:
         generators = [torch.Generator().manual_seed(next(seeds)) for _ in range(shape[0])]
         return torch.stack([torch.randint(-1, 2, shape[1:], generator=one) for one in generators]).to(torch.int8)
-    sampling.ternary = seeded
-"""
+
+    patch.setattr(sampling, "ternary", draw)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "noticed_by"),
     [
-        (FORGETFUL, ("gradient-view", "byte-statistics")),
-        (ERRORLESS, ("no-error",)),
-        (SHARING, ("slot-reuse",)),
-        (SEEDED, ("seed-search",)),
+        (forgetful, ("gradient-view", "byte-statistics")),
+        (errorless, ("no-error",)),
+        (sharing, ("slot-reuse",)),
+        (seeded, ("seed-search",)),
     ],
     ids=["plain gradients", "no error", "a secret for all layers", "seeded secrets"],
 )
 def test_a_victim_whose_mask_is_broken_is_noticed(
-    mutation: str, noticed_by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controls: None
-) -> None:
+    mutation: Callable[[pytest.MonkeyPatch], None], noticed_by: tuple[str, ...], tmp_path: Path, in_process: Any,
+    no_controls: None,
+) -> None:  # fmt: skip
     """The victim's lattice mask leaves one direction unmasked, has no error, or draws weak secrets (docs/masks.md,
     "lattice"). The report must raise an alarm."""
-    (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + mutation)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
+    in_process.change = mutation
     options = ["--masks", "lattice", "--adversaries", ",".join(noticed_by), "--out", str(tmp_path / "out")]
     assert extract_lora.main(options) == 1
     alarms = verdict.weakened(read(tmp_path / "out"))
     assert [name for name in noticed_by if not any(name in alarm for alarm in alarms)] == []
 
 
-TINY_ERRORS = """
-    from noise import sampling
+def tiny_errors(patch: pytest.MonkeyPatch) -> None:
+    """Makes all errors 0 or 1."""
     error = sampling.error
-    sampling.error = lambda rng, shape, parameters: error(rng, shape, parameters).remainder(2)
-"""
+    patch.setattr(sampling, "error", lambda rng, shape, parameters: error(rng, shape, parameters).remainder(2))
 
 
 @pytest.mark.slow
 def test_a_victim_is_looked_into_where_no_recording_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controls: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, in_process: Any, no_controls: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The errors are 0 and 1 at the shipped dimension. No adversary notices this, but the test of the victim's draws
     does."""
-    (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + TINY_ERRORS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
+    in_process.change = tiny_errors
     adversaries = "no-error,slot-reuse,tiny-error,sparse-secret,shared-error,byte-statistics"
     options = ["--masks", "lattice", "--adversaries", adversaries, "--draws", "--out", str(tmp_path / "out")]
     assert extract_lora.main(options) == 1
@@ -467,7 +482,9 @@ def values(results: list[Result], mask: str, arithmetic: str, metric: str) -> di
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ia3", "oft", "boft"])
-def test_it_falls_without_a_mask_and_holds_with_one(kind: str, tmp_path: Path, no_controls: None) -> None:
+def test_it_falls_without_a_mask_and_holds_with_one(
+    kind: str, tmp_path: Path, in_process: Any, no_controls: None
+) -> None:
     """All three adapters change v and either q or k. IA3's change of the input of down_proj is found as an equal change
     of up_proj."""
     options = ["--peft", kind, "--masks", "off,lattice", "--adversaries", "closed-form", "--out", str(tmp_path)]
@@ -489,7 +506,7 @@ def test_it_falls_without_a_mask_and_holds_with_one(kind: str, tmp_path: Path, n
 
 
 @pytest.mark.slow
-def test_the_adapter_of_a_gpt2_model_is_stolen_whole(tmp_path: Path, no_controls: None) -> None:
+def test_the_adapter_of_a_gpt2_model_is_stolen_whole(tmp_path: Path, in_process: Any, no_controls: None) -> None:
     thieves = "closed-form,gradient-equations"
     options = ["--model", "tiny-gpt2", "--masks", "off", "--adversaries", thieves, "--out", str(tmp_path)]
     assert extract_lora.main(options) == 0

@@ -16,7 +16,7 @@ from benchmarks.placement import plots, report
 from benchmarks.placement.model import LORAS
 from benchmarks.placement.worker import Job
 from tests.support.repository import ROOT
-from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S
+from tests.support.waiting import SLOW_TIMEOUT_S
 
 HEAD = {"model": "tiny", "transport": "ipc", "date": "2026-01-02", "processor": "P", "cores": 2, "instructions": [],
         "took_s": 3}  # fmt: skip
@@ -81,7 +81,8 @@ def test_a_part_runs_once(tmp_path: Path, short_folder: Path) -> None:
     def run() -> str:
         done = subprocess.run(
             [*command, "--out", str(out), "--scratch", str(short_folder)],
-            capture_output=True, text=True, timeout=2 * WAIT_S, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=SLOW_TIMEOUT_S, cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout

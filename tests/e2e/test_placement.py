@@ -18,10 +18,11 @@ import pytest
 from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
+from tests.support import waiting
 from tests.support.commands import Serving
+from tests.support.placed_tenant import Tenants
 from tests.support.repository import ROOT
 from tests.support.tiny_models import make_tiny
-from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +71,15 @@ def root(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
     assert not (folder / "ipc" / "veilbase.sock").exists()
 
 
-def digest(url: str, identity: Path | None, cache: Path, launcher: Sequence[str] = (), core: int | None = None) -> str:
-    """Returns the digest of a tenant's step, which is taken by a process of its own without a GPU.
+@pytest.fixture(scope="module")
+def tenants() -> Iterator[Tenants]:
+    started = Tenants()
+    yield started
+    started.end()
+
+
+def digest(url: str, identity: Path, cache: Path, launcher: Sequence[str] = (), core: int | None = None) -> str:
+    """Returns the digest of a tenant's step, which is taken by a command of its own without a GPU.
 
     Args:
         url, identity: the provider and the tenant's identity.
@@ -79,34 +87,34 @@ def digest(url: str, identity: Path | None, cache: Path, launcher: Sequence[str]
         launcher: the arguments of Python that start the module, torchrun's for several ranks.
         core: the only core that the process may use; None allows all.
     """
-    command = [sys.executable, *launcher, "-m", "tests.support.placed_tenant", url, str(identity or ""), str(cache)]
+    command = [sys.executable, *launcher, "-m", "tests.support.placed_tenant", url, str(identity), str(cache)]
     if core is not None:
         command = ["taskset", "--cpu-list", str(core), *command]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * WAIT_S, env=environment, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=waiting.limit_s, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def expected(tenants: Tenants, model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Provides the digest of a step with the provider in the tenant's process."""
-    found = digest(f"inproc:{model}", None, tmp_path_factory.mktemp("cache"))
+    found = tenants.digest(f"inproc:{model}", None, tmp_path_factory.mktemp("cache"))
     assert len(found) == 64
     return found
 
 
-def test_in_the_providers_process_with_shards(model: Path, expected: str, tmp_path: Path) -> None:
-    assert digest(f"inproc:{model}?shards=2", None, tmp_path) == expected
+def test_in_the_providers_process_with_shards(tenants: Tenants, model: Path, expected: str, tmp_path: Path) -> None:
+    assert tenants.digest(f"inproc:{model}?shards=2", None, tmp_path) == expected
 
 
-def test_on_the_providers_host_by_the_socket(root: Root, expected: str, tmp_path: Path) -> None:
-    assert digest(f"ipc:{root.folder / 'ipc'}", root.folder / "acme", tmp_path) == expected
+def test_on_the_providers_host_by_the_socket(tenants: Tenants, root: Root, expected: str, tmp_path: Path) -> None:
+    assert tenants.digest(f"ipc:{root.folder / 'ipc'}", root.folder / "acme", tmp_path) == expected
 
 
-def test_on_the_providers_host_by_tcp(root: Root, expected: str, tmp_path: Path) -> None:
-    with contextlib.nullcontext() if root.hosts is None else root.hosts.inside(0):
-        assert digest(root.url, root.folder / "acme", tmp_path) == expected
+def test_on_the_providers_host_by_tcp(tenants: Tenants, root: Root, expected: str, tmp_path: Path) -> None:
+    host = None if root.hosts is None else root.hosts.path(0)
+    assert tenants.digest(root.url, root.folder / "acme", tmp_path, host) == expected
 
 
 def test_in_a_process_group_of_its_own(root: Root, expected: str, tmp_path: Path) -> None:
@@ -129,14 +137,13 @@ def test_two_process_groups_on_one_host(model: Path, expected: str, tmp_path: Pa
         assert digest(f"ipc:{here}", tmp_path / "acme", tmp_path / "cache", TORCHRUN) == expected
     finally:
         provider.send_signal(signal.SIGTERM)
-        provider.communicate(timeout=WAIT_S)
+        provider.communicate(timeout=waiting.limit_s)
 
 
-def test_on_another_host(root: Root, expected: str, tmp_path: Path) -> None:
+def test_on_another_host(tenants: Tenants, root: Root, expected: str, tmp_path: Path) -> None:
     if root.hosts is None:
         pytest.skip("this user or kernel cannot make network namespaces")
-    with root.hosts.inside(1):
-        assert digest(root.url, root.folder / "acme", tmp_path) == expected
+    assert tenants.digest(root.url, root.folder / "acme", tmp_path, root.hosts.path(1)) == expected
 
 
 def test_without_a_gpu_on_one_core(root: Root, expected: str, tmp_path: Path) -> None:

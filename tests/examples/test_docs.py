@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,9 +220,12 @@ def test_protocol_bytes() -> None:
     rows = torch.tensor([[1, 2, 3], [-1, 0, 2147483647]], dtype=torch.int32)
     reply = coding.product(rows, weight)
     request = Header(FrameType.REQUEST, 1, call, 2, 3, 0, 24, int(1000 * deadline_s(24 + 16)))
+    short = torch.tensor([[64, 128, 192], [-64, 0, 2147483584]], dtype=torch.int32)
+    fewer = replace(request, request_id=3, call=replace(call, bits=26, reply_bits=26), total_bytes=20)
     assert shown == {
         "hello": frame.hello(FrameType.HELLO),
         "request": b"".join(frame.frames(request, frame.tensor_bytes(rows))),
+        "packed": b"".join(frame.frames(fewer, frame.rows_bytes(short, 26))),
         "reply": b"".join(frame.frames(Header(FrameType.REPLY, 1, call, 2, 2, 0, 16), frame.tensor_bytes(reply))),
         "error": Header(FrameType.ERROR, 1, code=WireCode.LIMIT).pack(),
     }

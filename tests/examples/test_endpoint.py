@@ -17,6 +17,7 @@ import pytest
 
 from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.server import Endpoint
+from tests.support import waiting
 from tests.support.commands import ServeCommand
 from tests.support.endpoints import endpoint_of
 from tests.support.repository import ROOT
@@ -50,7 +51,7 @@ def test_curl(endpoint: Endpoint, tiny_chat: Path) -> None:
     (script,) = blocks("bash")
     script = script.replace("smollm2-135m", tiny_chat.name).replace("curl -s", "curl --fail-with-body -s")
     env = {**os.environ, "OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": endpoint.key}
-    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, timeout=waiting.limit_s, env=env)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count('"object":"model"') == 2
     assert done.stdout.count('"object":"chat.completion"') == 1
@@ -94,7 +95,7 @@ def test_the_command_refuses_in_one_line(tiny_chat: Path, env: dict[str, str]) -
         (["--unverified", "--api-key-file", "nowhere"], "there is no file nowhere"),
     ):
         command = [sys.executable, "-m", "tenant_sdk", "serve", "--url", f"inproc:{tiny_chat}", *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=waiting.limit_s, env=env)
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
         assert line.startswith("tenant: ")

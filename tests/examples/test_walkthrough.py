@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import waiting
 from tests.support.repository import ROOT
 
 PAGE = ROOT / "examples" / "two_terminals.md"
@@ -25,7 +26,7 @@ REVOKED = "tenant: the provider has revoked this identity: ask its operator for 
 
 def bash(script: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
     command = ["bash", "-euo", "pipefail", "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=waiting.limit_s, env=env, cwd=cwd)
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def serving(script: str, env: dict[str, str], cwd: Path) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=30)
+            process.communicate(timeout=waiting.limit_s)
         finally:
             process.kill()
     assert process.returncode == 0

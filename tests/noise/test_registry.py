@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from noise.registry import Setting, make_scheme
 from wire.errors import ConfigurationError
 
 MAKERS: dict[str, Callable[..., Any]] = {
-    "lattice": registry._lattice,
-    "pad": registry._pad,
-    "shares": registry._shares,
+    "lattice": registry.make_lattice,
+    "pad": registry.make_pad,
+    "shares": registry.make_shares,
     "gaussian-pool": GaussianPool,
     "off": lambda setting: None,
 }
@@ -33,8 +34,12 @@ OWN = LatticeParameters("own", 512, 3, 3.2, 161, "a test")
 SHAPELESS = LatticeParameters("own", "512", 3, 3.2, 161, "a test")  # type: ignore[arg-type]
 FITTING: list[tuple[str, dict[str, Any]]] = [
     ("lattice", {"parameters": OWN, "allow_toy": False, "hints": "stream", "hint_bits": 20, "hint_ram_bytes": 0}),
+    ("lattice", {"hints": None}),
+    ("lattice", {"hints": "fetched"}),
     ("lattice", {"parameters": "lean", "hint_bits": 32, "pool_bytes": 0, "background": False}),
+    ("lattice", {"pool": "disk", "pool_bytes": 1 << 20}),
     ("pad", {"pool_bytes": 1 << 40, "background": False}),
+    ("pad", {"pool_bytes": 0, "background": False, "pool": "disk"}),
     ("shares", {}),
     ("gaussian-pool", {"pool_size": 1, "sigma": 3, "renew_every": 1}),
     ("off", {}),
@@ -43,8 +48,8 @@ WRONG: list[tuple[str, str, Any, str, str]] = [
     ("lattice", "parameters", 5, "name of a parameter set", "got 5"),
     ("lattice", "parameters", SHAPELESS, "LatticeParameters of numbers", "got a value of type LatticeParameters"),
     ("lattice", "allow_toy", "no", "True or False", "got 'no'"),
-    ("lattice", "hints", "memory", "'disk' or 'stream'", "got 'memory'"),
-    ("lattice", "hints", ["disk"], "'disk' or 'stream'", "got a value of type list"),
+    ("lattice", "hints", "memory", "'local', 'fetched', 'stream' or None", "got 'memory'"),
+    ("lattice", "hints", ["disk"], "'local', 'fetched', 'stream' or None", "got a value of type list"),
     ("lattice", "hint_bits", 23, "32, 24, 22 or 20", "got 23"),
     ("lattice", "hint_bits", 24.0, "32, 24, 22 or 20", "got 24.0"),
     ("lattice", "hint_bits", "24", "32, 24, 22 or 20", "got '24'"),
@@ -54,6 +59,9 @@ WRONG: list[tuple[str, str, Any, str, str]] = [
     ("lattice", "pool_bytes", 1e9, "whole number of bytes from 0", "got 1000000000.0"),
     ("lattice", "pool_bytes", True, "whole number of bytes from 0", "got True"),
     ("lattice", "background", torch.zeros(99), "True or False", "got a value of type Tensor"),
+    ("lattice", "pool", "tape", "'memory' or 'disk'", "got 'tape'"),
+    ("lattice", "pool", None, "'memory' or 'disk'", "got None"),
+    ("pad", "pool", ["disk"], "'memory' or 'disk'", "got a value of type list"),
     ("pad", "pool_bytes", -(1 << 40), "whole number of bytes from 0", "got -1099511627776"),
     ("pad", "pool_bytes", -(10**5000), "whole number of bytes from 0", "got a number of 16610 bits"),
     ("pad", "background", 1, "True or False", "got 1"),
@@ -131,7 +139,75 @@ def test_the_pools_size_follows_where_masks_are(
     where = None if device is None else torch.device(device)
     make_scheme("lattice", None, options, replace(setting("lattice", tmp_path), mask_device=where))
     assert size in made[0]
-    assert made[0][-1] == where
+    assert made[0][8:10] == (where, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "features", "size"),
+    [
+        ({}, 100_000, 1024 * 100_000 * 4),
+        ({}, 1_000_000, 2500 << 20),  # a quarter of the free disk
+        ({"hints": "stream"}, 1_000_000, 1024 * 1_000_000 * 4),  # what is fetched again tells nothing of free space
+        ({"pool_bytes": 4096}, 100_000, 4096),
+    ],
+)
+def test_a_file_of_masks_has_a_size_and_a_place(
+    options: dict[str, Any], features: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[tuple[Path, int]] = []
+    made: list[Any] = []
+    monkeypatch.setattr(registry.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000 << 20))
+    monkeypatch.setattr(registry, "RowFile", lambda *given: opened.append(given) or "file")
+    monkeypatch.setattr(registry, "Lattice", lambda *given: made.append(given))
+    given = replace(setting("lattice", tmp_path), features=features)
+    make_scheme("lattice", None, {"pool": "disk", **options}, given)
+    make_scheme("lattice", None, {"pool": "disk", **options}, replace(given, pool_folder=tmp_path / "there"))
+    assert opened == [(tmp_path / "masks", size), (tmp_path / "there", size)]
+    assert all(size in each and each[9] == "file" for each in made)
+
+
+@pytest.mark.parametrize("pool_bytes", [None, 9])
+def test_a_file_is_not_for_masks_of_a_device(pool_bytes: int | None, tmp_path: Path) -> None:
+    """Torch's `cpu` device stands in for a GPU."""
+    given = replace(setting("lattice", tmp_path), mask_device=torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match="for masks that the CPU makes") as failure:
+        make_scheme("lattice", None, {"pool": "disk", "pool_bytes": pool_bytes}, given)
+    assert "\n" not in str(failure.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mask", ["lattice", "pad"])
+def test_a_ledger_that_cannot_be_opened_leaves_no_file(
+    mask: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    real = registry.RowFile
+    monkeypatch.setattr(registry, "RowFile", lambda *given: opened.append(real(*given)) or opened[-1])
+
+    def refuse() -> Ledger:
+        raise ConfigurationError("no ledger")
+
+    with pytest.raises(ConfigurationError, match="no ledger"):
+        make_scheme(mask, None, {"pool": "disk"}, replace(setting(mask, tmp_path), open_ledger=refuse))
+    assert [file.is_closed for file in opened] == [True]
+
+
+@pytest.mark.parametrize(
+    ("hints", "verified", "hints_from"),
+    [(None, False, "fetched"), (None, True, None), ("local", True, "local"), ("fetched", True, "fetched"),
+     ("stream", True, "fetched")],
+)  # fmt: skip
+def test_where_hints_come_from_is_left_open_only_with_weights_to_trust(
+    hints: str | None, verified: bool, hints_from: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(registry, "Lattice", lambda *given: made.append(given))
+    make_scheme("lattice", None, {"hints": hints}, replace(setting("lattice", tmp_path), verified=verified))
+    assert made[0][-1] == hints_from
+
+
+def test_local_hints_need_weights_to_trust(tmp_path: Path) -> None:
+    assert "needs verify= (--verify)" in refusal("lattice", {"hints": "local"}, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -195,11 +195,11 @@ def test_one_that_hangs_is_lost_in_time(
 ) -> None:
     """The process is stopped in the middle of a product. In time, the caller may give the product to another
     replica."""
-    monkeypatch.setattr("provider.shards.process.product_limit_s", lambda num_products: 0.5)
     with one_process(served_model) as replica:
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
         rows = rows_of(served_model, call, 3)
         assert torch.equal(replica.product(call, rows), served_model.compute(call, rows))
+        monkeypatch.setattr("provider.shards.process.product_limit_s", lambda num_products: 0.5)
         assert replica.pid is not None
         os.kill(replica.pid, signal.SIGSTOP)
         with pytest.raises(ReplicaLost) as caught:

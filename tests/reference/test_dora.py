@@ -34,7 +34,7 @@ def kind_and_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     return request.param, folder
 
 
-@pytest.fixture(params=MASKS)
+@pytest.fixture(scope="module", params=MASKS)
 def case(request: pytest.FixtureRequest, kind_and_folder: tuple[str, Path]) -> Iterator[Any]:
     """Provides (kind, folder, client, largest relative distance)."""
     kind, folder = kind_and_folder

@@ -20,6 +20,7 @@ from provider.config import ProviderSettings
 from provider.identity.authority import UnknownTenant
 from provider.operations.usage import FILE_NAME
 from provider.serve import serve
+from tests.support import waiting
 from tests.support.commands import Serving, one_line_error, run
 from tests.support.ring_products import CALL
 from tests.support.waiting import WAIT_S
@@ -257,6 +258,6 @@ def test_stopping_while_it_loads(model: Path, tmp_path: Path) -> None:
     assert process.stderr is not None
     assert "loading" in process.stderr.readline()
     process.terminate()
-    _, err = process.communicate(timeout=WAIT_S)
+    _, err = process.communicate(timeout=waiting.limit_s)
     assert process.returncode == 0, err
     assert "Traceback" not in err

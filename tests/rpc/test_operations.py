@@ -37,6 +37,7 @@ from provider.schedule.fairness import Policy
 from provider.schedule.scheduler import Scheduler
 from provider.serve import serve
 from provider.shards.router import Shard
+from tests.support import waiting
 from tests.support.commands import (
     Serving,
     one_line_error,
@@ -334,11 +335,11 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
         port = int(serving.url.rsplit(":", 1)[1])
         first = served_certificate(port, tmp_path / "acme")
         serving.process.send_signal(signal.SIGHUP)
-        give_up_at = time.monotonic() + WAIT_S
+        give_up_at = time.monotonic() + waiting.limit_s
         while served_certificate(port, tmp_path / "acme") == first:
             assert time.monotonic() < give_up_at
         serving.process.send_signal(signal.SIGTERM)
-        out, err = serving.process.communicate(timeout=WAIT_S)
+        out, err = serving.process.communicate(timeout=waiting.limit_s)
         assert (serving.process.returncode, out) == (0, "")
     finally:
         serving.process.kill()
@@ -393,7 +394,7 @@ def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
         first = pending[0].result()
         serving.process.send_signal(signal.SIGTERM)
         assert all(torch.equal(one.result(), first) for one in pending[1:])
-        serving.process.communicate(timeout=WAIT_S)
+        serving.process.communicate(timeout=waiting.limit_s)
         assert serving.process.returncode == 0
         with pytest.raises(Unavailable):
             connection.submit(call, SeedPayload(seeded, 32), 64).result()

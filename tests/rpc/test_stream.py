@@ -306,8 +306,9 @@ def test_a_frame_that_cannot_be_read_ends_its_stream_only(provider: Provider, ra
 @pytest.mark.parametrize(
     ("first", "code"),
     [
-        (Header(FrameType.HELLO, code=2, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
-        (Header(FrameType.HELLO, code=1, total_bytes=4).pack() + b"EVIL", WireCode.MALFORMED),
+        (Header(FrameType.HELLO, code=1, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
+        (Header(FrameType.HELLO, code=3, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
+        (Header(FrameType.HELLO, code=2, total_bytes=4).pack() + b"EVIL", WireCode.MALFORMED),
         (Header(FrameType.REQUEST, 1, CALL).pack(), WireCode.MALFORMED),
         (b"GET / HTTP/1.1\r\n\r\n", WireCode.MALFORMED),
     ],

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -60,6 +61,31 @@ def test_a_model_is_the_same_bits_as_without(kind: str, dtype: Any, tmp_path: Pa
     for name, tensor in expected.items():
         assert got[name].dtype is tensor.dtype, name
         assert torch.equal(got[name], tensor), name
+
+
+def test_first_values_are_drawn_only_where_they_have_memory() -> None:
+    """torch computes what is drawn on the meta device by Python code, which writes nothing."""
+
+    class Filled(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    def make() -> list[torch.Tensor]:
+        layers = nn.ModuleList([nn.Linear(3, 2), nn.Embedding(4, 2, padding_idx=0), nn.LayerNorm(2)])
+        return [parameter.detach() for parameter in layers.parameters()]
+
+    torch.manual_seed(1)
+    expected = make()
+    torch.manual_seed(1)
+    with loading():
+        assert all(map(torch.equal, make(), expected))
+        with torch.device("meta"), Filled():
+            made = make()
+    assert [(each.shape, each.is_meta) for each in made] == [(each.shape, True) for each in expected]
+    assert not {"normal_", "uniform_", "zero_", "fill_"} & set(Filled.names)
 
 
 def test_no_two_threads_load_at_once() -> None:

@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from tests.support.waiting import WAIT_S
+from tests.support import waiting
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Runs the command until it ends, and returns the finished process."""
     command = [sys.executable, "-m", "provider", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    return subprocess.run(command, capture_output=True, text=True, timeout=waiting.limit_s)
 
 
 def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
@@ -42,7 +42,7 @@ class Serving:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
         """Sends a signal to the process. Returns the exit status and the text of standard output and standard error."""
         self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=WAIT_S)
+        out, err = self.process.communicate(timeout=waiting.limit_s)
         return self.process.returncode, out, err
 
 
@@ -70,7 +70,7 @@ class ServeCommand:
     def end(self, number: signal.Signals) -> str:
         """Sends a signal, waits for the end of the process, and returns what it wrote to stderr."""
         self.process.send_signal(number)
-        self.process.communicate(timeout=WAIT_S)
+        self.process.communicate(timeout=waiting.limit_s)
         return self._read_log()
 
     def _read_log(self) -> str:

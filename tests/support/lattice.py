@@ -24,8 +24,9 @@ DEFAULT = PARAMETERS["default"]
 """The parameters that a client uses if the user names none."""
 TOY = LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True)
 """Parameters that are small enough for slow reference products. A client accepts them only with `allow_toy`."""
-TOY_OPTIONS = {"parameters": TOY, "allow_toy": True}
-"""Mask options of a client that uses the toy parameters."""
+TOY_OPTIONS = {"parameters": TOY, "allow_toy": True, "precision": "exact"}
+"""Mask options of a client that uses the toy parameters. Rows go unrounded, so that results can be compared closely;
+tests/noise/masks/test_short_rows.py has tests of rounded ones."""
 TOY_MASK = {**TOY_OPTIONS, "hints": "stream", "background": False}
 """The same, with hints in memory only, and masks made by the thread that needs them."""
 PLAIN: dict[str, Any] = {"mask": "off", "arithmetic": "float", "weights": "native", "verify": False}

@@ -32,7 +32,7 @@ def layer(name: str, in_features: int, out_features: int) -> dict[str, Any]:
 def valid() -> dict[str, Any]:
     """Returns a manifest of two groups."""
     return {
-        "protocol": 1,
+        "protocol": 2,
         "model_id": "org/model-7B",
         "config": {"model_type": "llama", "nested": {"a": [1, None, 0.5]}},
         "weights": "int8",

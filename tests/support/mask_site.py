@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from noise.blocks.pool import MaskPool
+from noise.options import DEFAULT_MASK, RING_ONLY
 from noise.scheme import GroupSpec
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
@@ -105,7 +106,11 @@ class Site:
         return self._client(urls[0] if one else urls, options), watched
 
     def _client(self, url: Any, options: dict[str, Any]) -> TenantClient:
-        client = TenantClient(url, cache=self.folder / "cache", progress=False, **options)
+        """Returns a client whose rows go unrounded, unless the options say how, so that results can be compared
+        closely."""
+        if options.get("mask", DEFAULT_MASK) in RING_ONLY:
+            options = {**options, "mask_options": {"precision": "exact", **options.get("mask_options", {})}}
+        client = TenantClient(url, **{"cache": self.folder / "cache", "progress": False, **options})
         return self.open.enter_context(client)
 
 

@@ -208,6 +208,23 @@ MUTANTS = (
         ("tests/noise/hints/test_store.py::test_an_unchecked_hint_is_not_trusted_by_a_checking_session",),
         "a session that verifies uses no hint that was stored unchecked",
     ),
+    Mutant(
+        "noise/masks/lattice.py",
+        'name = self.parameters.name + (_OF_LOCAL_HINTS if self.computes_hints else "")\n                seed',
+        "name = self.parameters.name\n                seed",
+        ("tests/tenant_sdk/masks/test_seeds_and_hints.py::test_no_seed_of_a_computed_hint_is_shown_to_a_provider",),
+        "hints that the tenant computes have a seed that no provider sees",
+    ),
+    Mutant(
+        "tenant_sdk/trust/checkpoint.py",
+        "if digest(weight, found.alpha) != group.digest:",
+        "if False:",
+        (
+            "tests/tenant_sdk/masks/test_seeds_and_hints.py"
+            "::test_prepared_weights_that_change_under_a_session_make_no_hint",
+        ),
+        "no hint is computed from prepared weights that have changed",
+    ),
     # ---- scheduler --------------------------------------------------------------------------------------------------
     Mutant(
         "provider/schedule/quota.py",
@@ -311,8 +328,8 @@ MUTANTS = (
     # ---- wire -------------------------------------------------------------------------------------------------------
     Mutant(
         "wire/frame.py",
-        "    if zero != 0 or offset + len(payload) > total:",
-        "    if zero != 0:",
+        "    if offset + len(payload) > total:",
+        "    if len(payload) > total:",
         ("tests/wire/test_frame.py::test_refuses_an_offset_that_would_overflow",),
         "a frame's payload stays within its tensor",
     ),

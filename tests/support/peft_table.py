@@ -101,7 +101,8 @@ CASES: tuple[Case, ...] = (
     _lora("DoRA", variant="use_dora", use_dora=True),
     _lora("aLoRA", variant="alora_invocation_tokens", alora_invocation_tokens=[5, 6]),
     _lora("VeLoRA", variant="velora_config", velora_config=VeloraConfig(num_groups=4)),
-    _lora("MonteCLoRA", variant="monteclora_config", monteclora_config=MontecloraConfig()),
+    # PEFT draws as many samples beforehand as `buffer_size` says: 150 by default, which takes half a minute
+    _lora("MonteCLoRA", variant="monteclora_config", monteclora_config=MontecloraConfig(buffer_size=2)),
     _lora("BD-LoRA", variant="use_bdlora", use_bdlora=BdLoraConfig(
         target_modules_bd_a=["down_proj"], target_modules_bd_b=["q_proj", "v_proj", "gate_proj"], nblocks=2
     )),

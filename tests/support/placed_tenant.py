@@ -2,17 +2,60 @@
 
 The command is `python -m tests.support.placed_tenant URL IDENTITY CACHE`, where IDENTITY may be empty. Under torchrun
 the tenants of all ranks form a process group of gloo, compare their digests, and rank 0 prints.
+
+Without arguments, each line of standard input asks for a step, which a forked process takes. So what a tenant imports,
+which takes longer than a step, is imported once. `Tenants` starts this command.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import subprocess
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from tests.support.repository import ROOT
+
+
+def leave() -> NoReturn:
+    """Ends this process at once. Gloo's threads abort a process now and then when its interpreter ends (torch 2.13)."""
+    os._exit(0)
+
+
+class Tenants:
+    """Runs the process that takes steps as tenants, each in a process that it forks, without a GPU."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.placed_tenant"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
+        )  # fmt: skip
+
+    def digest(self, url: str, identity: Path | None, cache: Path, host: str | None = None) -> str:
+        """Returns the digest of a step.
+
+        Args:
+            url, identity: the provider and the tenant's identity.
+            cache: an empty folder.
+            host: the path of the host on which the tenant is, see `benchmarks.link.enter`; None for this one.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([url, str(identity or ""), str(cache), host]) + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.communicate()
 
 
 def step_digest(url: str, identity: str, cache: Path) -> str:
@@ -57,8 +100,35 @@ def main(url: str, identity: str, cache: str) -> None:
     if rank == 0:
         print(digest, flush=True)
     if dist.is_initialized():
-        os._exit(0)  # gloo's threads abort a process now and then when the interpreter ends (torch 2.13)
+        leave()
+
+
+def step_of(url: str, identity: str, cache: str, host: str | None) -> None:
+    """Takes a step in a forked process, and prints its digest, or `failed` and, on standard error, why."""
+    from benchmarks.link import enter
+
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:
+        if host is not None:
+            enter(host)
+        print(step_digest(url, identity, Path(cache)), flush=True)
+    except BaseException:  # noqa: BLE001 - a forked process must not go on with its parent's loop
+        traceback.print_exc()
+        print("failed", flush=True)
+    finally:
+        leave()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:]:
+        main(*sys.argv[1:])
+    else:
+        import peft  # noqa: F401 - so that the forked processes need not import it
+
+        import tenant_sdk.client  # noqa: F401
+
+        for line in sys.stdin:
+            step_of(*json.loads(line))

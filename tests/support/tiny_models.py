@@ -117,6 +117,8 @@ def open_client(folder: Path, mask: str = "off", **options: Any) -> TenantClient
     own: dict[str, Any] = {"mask": mask, "cache": folder.with_name(f"{folder.name}-cache"), "progress": False}
     if mask == "off" and "arithmetic" not in options:
         own |= {"weights": "native", "arithmetic": "float"}
+    if mask in ("pad", "shares"):
+        own["mask_options"] = {"precision": "exact"}  # as in TOY_OPTIONS
     if mask == "lattice":
         own["mask_options"] = {**TOY_OPTIONS, "hints": "stream", "background": False}
     return TenantClient(f"inproc:{folder}", **{**own, **options})

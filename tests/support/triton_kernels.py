@@ -21,8 +21,10 @@ from triton.runtime.jit import JITFunction
 from noise.polynomial import device_error, triton_chacha
 from wire.ring import product_triton, triton_kernels
 
-SMALL = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128}
+SMALL = {"BLOCK_M": 8, "BLOCK_N": 64, "BLOCK_K": 128}
 """Block sizes with which the interpreter takes a tenth of a second for a shape."""
+FEW_ROWS, STACKED_ROWS = 4, 8
+"""What `lower_limits` puts in the place of MOST_FEW_ROWS and MOST_STACKED_ROWS."""
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +38,13 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     stacked = {**product_triton.STACKED_BLOCKS, "BLOCK_N": SMALL["BLOCK_N"], "BLOCK_K": SMALL["BLOCK_K"]}
     monkeypatch.setattr(product_triton, "STACKED_BLOCKS", stacked)
     monkeypatch.setattr(product_triton, "FEW_BLOCKS", {**product_triton.FEW_BLOCKS, "BLOCK_N": SMALL["BLOCK_N"]})
+
+
+def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes few rows be many for wire/ring/product_triton.py. The first pass runs a program for each row, of which the
+    interpreter does two hundred a second, so a product of 65 rows would take five times as long as one of 9."""
+    monkeypatch.setattr(product_triton, "MOST_FEW_ROWS", FEW_ROWS)
+    monkeypatch.setattr(product_triton, "MOST_STACKED_ROWS", STACKED_ROWS)
 
 
 def interpret_chacha(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def chat_served_model(chat_folder: Path) -> ServedModel:
     return make_served_model(chat_folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served_model(chat_folder: Path) -> ServedModel:
     """Provides the chat model, served with int8 weights."""
     return make_served_model(chat_folder, "int8")

@@ -8,17 +8,18 @@ import fcntl
 import hashlib
 import json
 import os
-import subprocess
-import sys
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from provider.model import bundle as providers
 from provider.model.served_model import ServedModel
 from tenant_sdk.trust.bundle import fetch_bundle
 from tests.support.files import flip
+from tests.support.providers import make_served_model
+from tests.support.threads import in_child
 from wire.errors import ConfigurationError
 from wire.transport.inproc import InprocConnection
 
@@ -128,37 +129,27 @@ def test_a_cache_that_cannot_be_written_is_one_line(served_model: ServedModel, t
 
 @pytest.mark.parametrize("is_tenant", [True, False])
 def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
-    served_model: ServedModel, tmp_path: Path, is_tenant: bool
+    chat_folder: Path, tmp_path: Path, is_tenant: bool
 ) -> None:
     """If the tenant's or the provider's disk is full, the error is one line. The test runs in a child process, whose
     files may not grow beyond 2 KB."""
-    script = "\n".join(
-        [
-            "import resource, signal, sys, torch",
-            "from pathlib import Path",
-            "from wire.errors import ConfigurationError",
-            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
-            "from tests.support.tiny_models import make_chat_model",
-            "from tests.support.providers import make_served_model",
-            "from tenant_sdk.trust.bundle import fetch_bundle",
-            "from wire.transport.inproc import InprocConnection",
-            "model, cache, is_tenant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'True'",
-            "make_chat_model(model)",
-            "def limit(): resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))",
-            "if not is_tenant: limit()",
-            "try:",
-            "    served_model = make_served_model(model, 'int8')",
-            "    limit()",
-            "    fetch_bundle(InprocConnection(served_model), served_model.manifest(), cache)",
-            "except ConfigurationError as exc:",
-            "    sys.stdout.write(str(exc))",
-        ]
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "model"), str(tmp_path / "cache"), str(is_tenant)],
-        capture_output=True, text=True, timeout=100, check=True, cwd=Path(providers.__file__).parents[2],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VEILBASE_CACHE": str(tmp_path / "cache")},
-    )  # fmt: skip
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+
+    def fetched() -> str:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if not is_tenant:
+            limit()
+        try:
+            served_model = make_served_model(chat_folder, "int8")
+            limit()
+            fetch_bundle(InprocConnection(served_model), served_model.manifest(), tmp_path / "cache")
+        except ConfigurationError as exc:
+            return str(exc)
+        return "nothing failed"
+
+    said = in_child(fetched)
     expected = "cannot keep the provider's bundle" if is_tenant else "cannot write the client bundle"
-    assert expected in done.stdout, done.stderr
-    assert "\n" not in done.stdout
+    assert said.startswith(expected)
+    assert "\n" not in said

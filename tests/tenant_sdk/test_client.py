@@ -380,6 +380,13 @@ finally:
         ("--url inproc:smollm2-135m --mask latice", "got 'latice': did you mean lattice?"),
         ("--url inproc:smollm2-135m --mask shares", "two provider URLs"),
         ("--url inproc:smollm2-135m --parameters bold", "default, conservative, lean, got 'bold'"),
+        ("--url inproc:smollm2-135m --pool tape", "pool of mask='lattice' is 'memory' or 'disk', got 'tape'"),
+        ("--url inproc:smollm2-135m --mask off --pool disk", "mask='off' has no option 'pool'"),
+        ("--url inproc:smollm2-135m --precision fine", "'exact', 'balanced' or 'short', got 'fine'"),
+        ("--url inproc:smollm2-135m --precision short --verify smollm2-135m", "cannot be used with verify"),
+        ("--url inproc:smollm2-135m --hints local", "needs verify= (--verify)"),
+        ("--url inproc:smollm2-135m --hints disk", "'local', 'fetched', 'stream' or None, got 'disk'"),
+        ("--url inproc:smollm2-135m --mask pad --hints local", "has no option 'hints'"),
         ("--url inproc:nowhere", "cannot find the model 'nowhere'"),
         ("--url nonsense", "expected grpcs://host:port, ipc:DIR or inproc:MODEL, got 'nonsense'"),
         (

@@ -20,10 +20,12 @@ PLAN: Any = SimpleNamespace(tokenizer=None, bucket=None, verify=None, can_be_ste
 
 def text_of(leave_out: Any = ()) -> str:
     said = {"scheme": "lattice: a sample masks every row", "pool": "0 of 9 MB ready", "secrets": "3 of 9 reserved"}
-    scheme = SimpleNamespace(name="lattice", arithmetic=Arithmetic.RING, describe=lambda: said)
-    session: Any = SimpleNamespace(
-        scheme=scheme, manifest=SimpleNamespace(groups=[], recording=False, weights="int8"), verifier=None
+    scheme = SimpleNamespace(name="lattice", arithmetic=Arithmetic.RING, precision="balanced", describe=lambda: said)
+    group = SimpleNamespace(
+        max_column_norm=400.0, max_row_norm=400.0, widths=lambda _: (32, 32), in_features=32, out_features=32
     )
+    manifest = SimpleNamespace(groups=[group], recording=False, weights="int8")
+    session: Any = SimpleNamespace(scheme=scheme, manifest=manifest, verifier=None)
     return explain(session, PLAN, leave_out=leave_out)
 
 

@@ -34,7 +34,7 @@ from tests.support.providers import WrappedModel, serving
 from tests.support.spies import before_requests
 from tests.support.tiny_models import make_chat_model
 from tests.support.training import QUICK, ROWS, lora
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S, until
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
 
 CALLS_A_STEP = 16
@@ -458,7 +458,7 @@ def test_files_that_really_cannot_grow(chat_folder: Path, whole: Any, tmp_path: 
     """Every write past 4 KiB fails in the kernel, so that safetensors and torch report it as on a full disk."""
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, chat_folder, tmp_path / "out"],
-        capture_output=True, text=True, timeout=WAIT_S, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True, text=True, timeout=SLOW_TIMEOUT_S / 2, env={**os.environ, "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (kind, text), losses = json.loads(done.stdout)

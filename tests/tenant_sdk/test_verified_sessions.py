@@ -36,6 +36,8 @@ from wire.ring.seeded_rows import Rows
 from wire.transport.inproc import InprocConnection
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+FETCHED = {"mask_options": {"hints": "fetched"}}
+"""The option of a client that has the provider compute the hints of its mask, as one without `verify` does."""
 Forgery = Callable[[Call, torch.Tensor], torch.Tensor | None]
 """Maps (call, honest reply) to a forged reply, or to None if this call gets the honest reply."""
 
@@ -184,7 +186,7 @@ def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Si
     counts = []
     for verify in (None, site.folder, site.folder, None):
         handler = Forger(served_model)
-        client = site.inproc(handler, verify=verify)
+        client = site.inproc(handler, verify=verify, **FETCHED)
         client.fetch_hints(backward=True)
         counts.append(len(handler.asked))
         client.close()
@@ -198,7 +200,7 @@ def test_a_forged_hint_that_was_stored_unchecked_is_not_trusted(site: Site, serv
     unchecked = site.inproc(liar, verify=None)
     unchecked.fetch_hints()
     unchecked.close()
-    client = site.inproc(Forger(served_model))
+    client = site.inproc(Forger(served_model), **FETCHED)
     plain = site.inproc(Forger(served_model), mask="off", arithmetic="ring", verify=None)
     with torch.no_grad():
         assert relative(client.load_model()(batch()).logits, plain.load_model()(batch()).logits) < 1e-4
@@ -231,7 +233,7 @@ def fresh(name: str) -> Forgery:
 @pytest.mark.parametrize("transport", ["inproc", "mtls"])
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_ends_the_session(site: Site, forger: Forger, transport: str, name: str) -> None:
-    client = getattr(site, transport)(forger)
+    client = getattr(site, transport)(forger, **FETCHED)
     model = adapted(client.load_model(), lora())
     forger.forge = fresh(name)
     with pytest.raises(VerificationFailed) as failure:
@@ -257,7 +259,7 @@ def test_a_lie_about_a_single_token_ends_the_session(site: Site, forger: Forger,
 
 
 def test_nothing_of_a_forged_hint_stays_on_disk(site: Site, forger: Forger, tmp_path: Path) -> None:
-    client = site.inproc(forger)
+    client = site.inproc(forger, **FETCHED)
     forger.forge = lie(Purpose.HINT, FORWARD, after=2)
     with pytest.raises(VerificationFailed):
         client.fetch_hints()

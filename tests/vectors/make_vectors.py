@@ -195,8 +195,47 @@ def expand_cases() -> list[dict[str, Any]]:
 FIELDS = (  # wire/SPEC.md, section 3: offset, bytes, name
     (0, 1, "type"), (1, 1, "direction"), (2, 1, "arithmetic"), (3, 1, "purpose"), (4, 4, "group"), (8, 8, "request_id"),
     (16, 4, "rows"), (20, 4, "cols"), (24, 8, "offset"), (32, 8, "total_bytes"), (40, 4, "deadline_ms"),
-    (44, 2, "code"),
+    (44, 2, "code"), (46, 1, "dropped"), (47, 1, "reply_dropped"),
 )  # fmt: skip
+
+
+def pack(rows: list[list[int]], width: int) -> bytes:
+    """Packs numbers of `width` bits, as wire/SPEC.md, section 3, prescribes: each row as one long whole number."""
+    out = b""
+    for row in rows:
+        whole = 0
+        for place, number in enumerate(row):
+            shifted = number % Q + (1 << 31 - width if width < 32 else 0)  # halves are rounded up
+            whole |= (shifted >> 32 - width) % 2**width << place * width
+        out += whole.to_bytes(-(-len(row) * width // 8), "little")
+    return out
+
+
+def packed_cases() -> list[dict[str, Any]]:
+    """Makes rows, their packed bytes, the numbers that these stand for, and a product of those with some weights."""
+    rng = random.Random(26)
+    cases = []
+    for width in (16, 24, 26, 28):
+        half = 1 << 31 - width
+        shapes = {
+            "one number": [[5 << 32 - width]],
+            "rounding at each side of a half": [[half - 1, half, half + 1, -half - 1, -half, -half + 1]],
+            "wraps from the largest to the smallest": [[HIGHEST, HIGHEST - half, HIGHEST - half + 1, LOWEST]],
+            "rows that end within a byte": [[rng.randint(LOWEST, HIGHEST) for _ in range(3)] for _ in range(3)],
+            "many numbers": [[rng.randint(LOWEST, HIGHEST) for _ in range(21)] for _ in range(2)],
+            "no numbers": [[], []],
+        }
+        for name, rows in shapes.items():
+            kept = [[((number % Q + half >> 32 - width) % 2**width << 32 - width) for number in row] for row in rows]
+            signed = [[(number + 2**31) % Q - 2**31 for number in row] for row in kept]
+            weight = [[rng.randint(-127, 127) for _ in range(2)] for _ in rows[0]]
+            cases.append(
+                {
+                    "name": f"{width} bits: {name}", "bits": width, "rows": rows, "packed": pack(rows, width).hex(),
+                    "unpacked": signed, "weight": weight, "product": product(signed, weight),
+                }
+            )  # fmt: skip
+    return cases
 
 
 def header(fields: dict[str, int]) -> bytes:
@@ -211,8 +250,8 @@ def frame_cases() -> list[dict[str, Any]]:
     shape = {"rows": 2, "cols": 3, "total_bytes": 24}
     numbers = struct.pack("<6i", 1, -1, LOWEST, HIGHEST, 0, 256)
     frames: list[tuple[str, dict[str, int], bytes]] = [
-        ("hello", {"type": 1, "code": 1, "total_bytes": 4}, b"VEIL"),
-        ("welcome", {"type": 2, "code": 1, "total_bytes": 4}, b"VEIL"),
+        ("hello", {"type": 1, "code": 2, "total_bytes": 4}, b"VEIL"),
+        ("welcome", {"type": 2, "code": 2, "total_bytes": 4}, b"VEIL"),
         ("request, one frame", {"type": 3, "request_id": 2**63 + 5, "deadline_ms": 30_000, **call, **shape}, numbers),
         ("request, second chunk", {"type": 3, "request_id": 7, "offset": 8, **call, **shape}, numbers[8:]),
         ("request without rows", {"type": 3, "request_id": 9, "cols": 3, "arithmetic": 1, "purpose": 1}, b""),
@@ -221,6 +260,11 @@ def frame_cases() -> list[dict[str, Any]]:
          struct.pack("<2f", 1.5, -0.1)),
         ("request for a hint", {"type": 3, "request_id": 10, "purpose": 2, "rows": 5, "cols": 8, "total_bytes": 48,
                                 "deadline_ms": 3_600_000}, bytes(range(32)) + struct.pack("<2Q", 1, 5)),
+        ("request, 26 bits", {"type": 3, "request_id": 11, "direction": 1, "group": 5, "rows": 2, "cols": 3,
+                              "total_bytes": 20, "dropped": 6, "reply_dropped": 6},
+         pack([[1 << 6, -(1 << 6), LOWEST], [HIGHEST, 0, 1 << 12]], 26)),
+        ("reply, 16 bits", {"type": 4, "request_id": 12, "rows": 1, "cols": 3, "total_bytes": 6, "dropped": 8,
+                            "reply_dropped": 16}, pack([[1 << 16, -(1 << 16), LOWEST]], 16)),
         ("error about a request", {"type": 5, "request_id": 7, "code": 3}, b""),
         ("error about the stream", {"type": 5, "code": 10}, b""),
         ("cancel", {"type": 6, "request_id": 7}, b""),
@@ -245,6 +289,7 @@ def main() -> None:
     write("ring.json", ring_cases())
     write("frames.json", frame_cases())
     write("expand.json", expand_cases())
+    write("packed.json", packed_cases())
 
 
 if __name__ == "__main__":

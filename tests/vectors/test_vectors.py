@@ -11,7 +11,7 @@ from tests.vectors import make_vectors
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", ["quantise.json", "ring.json", "frames.json", "expand.json"])
+@pytest.mark.parametrize("name", ["quantise.json", "ring.json", "frames.json", "expand.json", "packed.json"])
 def test_the_script_makes_these_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_vectors, "HERE", tmp_path)
     make_vectors.main()

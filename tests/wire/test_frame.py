@@ -50,6 +50,8 @@ def test_golden(case: dict[str, Any]) -> None:
         Direction(fields.pop("direction", 0)),
         Arithmetic(fields.pop("arithmetic", 0)),
         Purpose(fields.pop("purpose", 0)),
+        32 - fields.pop("dropped", 0),
+        32 - fields.pop("reply_dropped", 0),
     )
     expected = Header(FrameType(fields.pop("type")), call=call, **fields)
     message = bytes.fromhex(case["message"])
@@ -87,7 +89,9 @@ def test_refuses_short_messages(length: int) -> None:
         parse(bytes(length))
 
 
-@pytest.mark.parametrize(("offset", "value"), [(0, 0), (0, 10), (0, 255), (1, 2), (2, 2), (3, 3), (46, 1), (47, 128)])
+@pytest.mark.parametrize(
+    ("offset", "value"), [(0, 0), (0, 10), (0, 255), (1, 2), (2, 2), (3, 4), (46, 1), (46, 8), (47, 128)]
+)
 def test_refuses_unknown_numbers(offset: int, value: int) -> None:
     message = bytearray(Header(FrameType.CANCEL, 1).pack())
     message[offset] = value

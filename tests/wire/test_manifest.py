@@ -145,15 +145,15 @@ def test_known_files(name: str) -> None:
     assert parse_manifest(changed(put("bundle", [{"name": name, "size_bytes": 0, "sha256": DIGEST}]))).bundle
 
 
-@pytest.mark.parametrize("protocol", [0, 2, -1, 10**30, None, "1", 1.0, True, [1]])
+@pytest.mark.parametrize("protocol", [0, 1, 3, -1, 10**30, None, "2", 2.0, True, [2]])
 def test_another_protocol(protocol: Any) -> None:
     with pytest.raises(VersionMismatch):
         parse_manifest(changed(put("protocol", protocol)))
 
 
 def test_another_protocol_is_told_apart_whatever_else_it_has() -> None:
-    with pytest.raises(VersionMismatch, match="speaks protocol 1"):
-        parse_manifest(changed(put("protocol", 2), put("signature", "x"), lambda content: content.pop("groups")))
+    with pytest.raises(VersionMismatch, match="speaks protocol 2"):
+        parse_manifest(changed(put("protocol", 3), put("signature", "x"), lambda content: content.pop("groups")))
 
 
 @pytest.mark.parametrize("data", [b"[]", b"1", b'"x"', b"null", b"{}"])
@@ -163,7 +163,7 @@ def test_no_protocol(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"\xff\xfe", b'{"protocol": 1,}', b"\x00" * 100, b"[" * 100_000, b'{"protocol": 1} trailing']
+    "data", [b"", b"{", b"\xff\xfe", b'{"protocol": 2,}', b"\x00" * 100, b"[" * 100_000, b'{"protocol": 2} trailing']
 )
 def test_not_json(data: bytes) -> None:
     with pytest.raises(MalformedFrame, match="not JSON"):
@@ -193,13 +193,13 @@ def test_the_peers_text_is_not_in_the_message() -> None:
 @pytest.mark.parametrize("name", ["groups", "arithmetic", "bundle"])
 def test_a_long_list_of_nothing_does_not_grow(name: str) -> None:
     # One error for each of these entries took 1.6 KB: 64 MiB of them would have taken 50 GB.
-    data = b'{"protocol":1,"%b":[' % name.encode() + b"0," * 200_000 + b"0]}"
+    data = b'{"protocol":2,"%b":[' % name.encode() + b"0," * 200_000 + b"0]}"
     check_memory(data)
 
 
 def test_many_unknown_fields_do_not_grow() -> None:
     fields = ",".join(f'"{index:x}":0' for index in range(50_000))
-    check_memory(b'{"protocol":1,' + fields.encode() + b"}")
+    check_memory(b'{"protocol":2,' + fields.encode() + b"}")
 
 
 def check_memory(data: bytes) -> None:

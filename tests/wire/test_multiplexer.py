@@ -5,20 +5,24 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.support.ring_products import ring_rows
 from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import DeadlineExceeded, MalformedFrame, TransportError, Unavailable, VeilbaseError, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
 from wire.payload import RowsPayload
+from wire.ring.widths import pack, rounded
 from wire.transport.connection import MessageStream, Traffic
 from wire.transport.multiplexer import Multiplexer, Request
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+SHORT = Call(0, Direction.FORWARD, Arithmetic.RING, bits=26, reply_bits=16)
 ROWS = torch.ones(3, 4, dtype=torch.int32)
 
 
@@ -72,6 +76,42 @@ def test_a_request_and_its_reply(stream: Stream) -> None:
     stream.coming.put(reply.pack() + bytes(24))
     assert torch.equal(request.result(), torch.zeros(3, 2, dtype=torch.int32))
     tenant.close()
+
+
+def test_rows_and_replies_of_fewer_bits(stream: Stream) -> None:
+    tenant = greeted(stream)
+    rows, reply = rounded(ring_rows(3, 5), 26), rounded(ring_rows(3, 7), 16)
+    request = tenant.submit(SHORT, RowsPayload(rows), 7)
+    asked, payload = frame.parse(stream.sent.get(timeout=WAIT_S))
+    assert (asked.call, asked.total_bytes, len(payload)) == (SHORT, 3 * 17, 3 * 17)
+    assert torch.equal(frame.tensor(asked, payload), rows)
+    stream.coming.put(Header(FrameType.REPLY, asked.request_id, SHORT, 3, 7, 0, 3 * 14).pack() + bytes(pack(reply, 16)))
+    assert torch.equal(request.result(), reply)
+    tenant.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "size", "last"),
+    [
+        (replace(SHORT, reply_bits=26), 3 * 17, 0),
+        (replace(SHORT, bits=24), 3 * 10, 0),
+        (CALL, 3 * 20, 0),
+        (SHORT, 3 * 20, 0),
+        (SHORT, 3 * 10 - 1, 0),
+        (replace(SHORT, reply_bits=26), 3 * 17, 0x80),
+    ],
+)
+def test_a_reply_of_another_width_than_was_asked_for(stream: Stream, call: Call, size: int, last: int) -> None:
+    """The last case asks for what it gets, but the row does not end with zeros."""
+    tenant = greeted(stream)
+    asked_for = call if last else SHORT
+    request = tenant.submit(asked_for, RowsPayload(rounded(ring_rows(3, 5), 26)), 5)
+    asked, _ = frame.parse(stream.sent.get(timeout=WAIT_S))
+    reply = Header(FrameType.REPLY, asked.request_id, call, 3, 5, 0, size).pack() + bytes(size - 1) + bytes([last])
+    stream.coming.put(reply)
+    with pytest.raises(MalformedFrame):
+        request.result()
+    assert not tenant.is_usable()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@ them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,20 +14,34 @@ from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, FrameType, Hea
 from wire.limits import CHUNK_BYTES
 from wire.payload import MessagePayload, Payload, RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
+from wire.ring.widths import rounded
 
 CALL = Call(3, Direction.FORWARD, Arithmetic.RING)
 HINT = Call(3, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
 SECRET = 123456789
 
 
-def in_message(cols: int) -> MessagePayload:
-    payload = MessagePayload(cols)
-    payload.numbers[:] = torch.full((1, cols), SECRET, dtype=torch.int32).numpy().tobytes()
+def in_message(cols: int, bits: int = 32) -> MessagePayload:
+    payload = MessagePayload(cols, bits)
+    payload.numbers[:] = short_rows(1, cols, bits).numpy().tobytes()
     return payload
 
 
+def short_rows(num_rows: int, cols: int, bits: int) -> torch.Tensor:
+    return rounded(torch.full((num_rows, cols), SECRET, dtype=torch.int32), bits)
+
+
 def header_of(payload: Payload, call: Call) -> Header:
-    return Header(FrameType.REQUEST, 7, call, payload.num_rows, payload.cols, 0, payload.num_bytes, 1000)
+    return Header(
+        FrameType.REQUEST,
+        7,
+        call,
+        payload.num_rows,
+        payload.cols,
+        0,
+        frame.payload_bytes(FrameType.REQUEST, call, payload.num_rows, payload.cols),
+        1000,
+    )
 
 
 CASES = [
@@ -34,6 +50,9 @@ CASES = [
     (RowsPayload(torch.empty(0, 4, dtype=torch.int32)), CALL),
     (SeedPayload(SeededRows(b"\x15\xcd\x5b\x07" * 8, 2, 9), 40), HINT),
     (in_message(6), CALL),
+    *((RowsPayload(short_rows(5, 7, bits)), replace(CALL, bits=bits, reply_bits=bits)) for bits in (24, 26, 28)),
+    (RowsPayload(short_rows(CHUNK_BYTES // 4, 3, 26)), replace(CALL, bits=26, reply_bits=16)),
+    *((in_message(7, bits), replace(CALL, bits=bits, reply_bits=bits)) for bits in (24, 26, 28)),
 ]
 
 
@@ -58,7 +77,7 @@ def test_the_frames_hold_the_rows_however_often_they_are_made(payload: Payload, 
             assert torch.equal(received, rows)
         sent.append(b"".join(bytes(content) for _, content in parsed))
     assert sent[0] == sent[1]
-    assert len(sent[0]) == payload.num_bytes
+    assert len(sent[0]) == header.total_bytes
 
 
 def test_rows_are_masked_only_if_their_mask_says_so() -> None:

@@ -41,7 +41,8 @@ def test_header_table_is_the_struct() -> None:
         offset += sizes[letter]
     assert offset == frame.HEADER_BYTES == 48
     assert " ".join(row[2] for row in rows) == (
-        "type direction arithmetic purpose group request_id rows cols offset total_bytes deadline_ms code zero"
+        "type direction arithmetic purpose group request_id rows cols offset total_bytes deadline_ms code dropped "
+        "reply_dropped"
     )
 
 
@@ -109,7 +110,7 @@ def test_fixed_numbers() -> None:
     assert limits.MAX_FEATURES == 2**22
     assert limits.MAX_BUNDLE_BYTES == 64 << 30
     assert limits.MAX_BUNDLE_FILES == 32
-    assert frame.PROTOCOL_VERSION == 1
+    assert frame.PROTOCOL_VERSION == 2
     assert seeded_rows.MAX_ROWS == 2**40
     assert (seeded_rows.SEED_BYTES, seeded_rows.PACKED_BYTES) == (32, 48)
     assert frame.MAGIC == b"VEIL"

@@ -30,7 +30,7 @@ from wire.ring.tiles import Tile, product_tiles, row_tiles
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 
-_VERSION = 5
+_VERSION = 6
 """The version of the functions' signatures, as in kernels.c. A library with another version is not used."""
 _BYTE: Any = ctypes.c_char
 _FLOAT: Any = ctypes.c_float
@@ -49,8 +49,12 @@ _FUNCTIONS: dict[str, Signature] = {
     "veilbase_few_product": ([POINTER, COUNT, POINTER, COUNT, POINTER, *[COUNT] * 4, POINTER, INT], None),
     # rows, stride, alpha, how many, d, budget, smallest, out, betas
     "veilbase_encode": ([POINTER, COUNT, POINTER, *[COUNT] * 2, *[ctypes.c_double] * 2, *[POINTER] * 2], COUNT),
-    # to, from, how many
-    "veilbase_add": ([POINTER, POINTER, COUNT], None),
+    # to, from, how many, bits
+    "veilbase_add": ([POINTER, POINTER, *[COUNT] * 2], None),
+    # rows, stride, how many, d, bits, packed
+    "veilbase_pack": ([POINTER, *[COUNT] * 4, POINTER], None),
+    # packed, how many, d, bits, rows
+    "veilbase_unpack": ([POINTER, *[COUNT] * 3, POINTER], COUNT),
     # reply, stride, effect, stride, alpha, betas, how many, m, out, stride
     "veilbase_decode": ([*[POINTER, COUNT] * 2, *[POINTER] * 2, *[COUNT] * 2, POINTER, COUNT], None),
 }
@@ -285,6 +289,116 @@ def decode(
     return made
 
 
+def pack(rows: torch.Tensor, bits: int, packed: memoryview) -> None:
+    """Rounds rows and packs them; see `wire.ring.widths.pack`.
+
+    Args:
+        rows: int32, shape (num_rows, d), for which `codes` returns True.
+        bits: an even number, 16 to 28.
+        packed: writable memory of num_rows rows of ⌈d · bits / 8⌉ bytes.
+
+    Raises:
+        InvalidTensor: an argument is not as described.
+    """
+    library = _library()
+    if library is None or rows.dtype != torch.int32 or not codes(rows):
+        raise InvalidTensor("no compiled kernel for these rows")
+    num_rows, d = rows.shape
+    row_bytes = _packed_row_bytes(d, bits)
+    if packed.nbytes != num_rows * row_bytes or packed.readonly:
+        raise InvalidTensor("memory for packed rows has another size than the rows ask for")
+    if not packed.nbytes:
+        return
+    start, stride = rows.data_ptr(), rows.stride(0)
+    held = _BYTE.from_buffer(packed)
+    to = ctypes.addressof(held)
+
+    def work(tiles: Iterator[tuple[int, int]], _held: object = (rows, held)) -> None:
+        for first, count in tiles:
+            library.veilbase_pack(start + 4 * stride * first, stride, count, d, bits, to + row_bytes * first)
+
+    tiles = row_tiles(num_rows, d)
+    if len(tiles) == 1:
+        work(iter(tiles))
+    else:
+        share(work, tiles)
+
+
+def unpack(packed: memoryview, bits: int, rows: torch.Tensor) -> bool:
+    """Undoes `pack`; see `wire.ring.widths.unpack`.
+
+    Args:
+        packed: num_rows rows of ⌈d · bits / 8⌉ bytes.
+        bits: an even number, 16 to 28.
+        rows: memory for the numbers, int32, shape (num_rows, d), contiguous, CPU.
+
+    Returns:
+        Whether all bits that end a row are zero.
+
+    Raises:
+        InvalidTensor: an argument is not as described.
+    """
+    library = _library()
+    if library is None or rows.dim() != 2:
+        raise InvalidTensor("no compiled kernel for these rows")
+    num_rows, d = rows.shape
+    row_bytes = _packed_row_bytes(d, bits)
+    _check_written(rows, num_rows, d, torch.int32)
+    if packed.nbytes != num_rows * row_bytes or not packed.c_contiguous:
+        raise InvalidTensor("packed rows have another size than their shape asks for")
+    if not packed.nbytes:
+        return True
+    held = np.frombuffer(packed, dtype=np.uint8)  # This takes memory that cannot be written to as well.
+    start, to = held.ctypes.data, rows.data_ptr()
+    ends: list[int] = []
+
+    def work(tiles: Iterator[tuple[int, int]], _held: object = (rows, held)) -> None:
+        for first, count in tiles:
+            ends.append(library.veilbase_unpack(start + row_bytes * first, count, d, bits, to + 4 * d * first))
+
+    tiles = row_tiles(num_rows, d)
+    if len(tiles) == 1:
+        work(iter(tiles))
+    else:
+        share(work, tiles)
+    return not any(ends)
+
+
+def add(to: torch.Tensor, rows: torch.Tensor, bits: int) -> None:
+    """Adds rows to others, mod 2^32, and rounds the sums to their upper `bits` bits.
+
+    Args:
+        to, rows: int32, of one shape, CPU, contiguous; `to` is written.
+        bits: an even number, 16 to 32.
+
+    Raises:
+        InvalidTensor: an argument is not as described.
+    """
+    library = _library()
+    if library is None or rows.dtype != torch.int32 or rows.dim() != 2 or not (rows.is_cpu and rows.is_contiguous()):
+        raise InvalidTensor("no compiled kernel for these rows")
+    num_rows, d = rows.shape
+    _check_written(to, num_rows, d, torch.int32)
+    _packed_row_bytes(d, bits)
+    start, end = to.data_ptr(), rows.data_ptr()
+
+    def work(tiles: Iterator[tuple[int, int]], _held: object = (to, rows)) -> None:
+        for first, count in tiles:
+            library.veilbase_add(start + 4 * d * first, end + 4 * d * first, count * d, bits)
+
+    tiles = row_tiles(num_rows, d)
+    if len(tiles) == 1:
+        work(iter(tiles))
+    else:
+        share(work, tiles)
+
+
+def _packed_row_bytes(d: int, bits: int) -> int:
+    if not 16 <= bits <= 32 or bits % 2:
+        raise InvalidTensor(f"expected an even number of bits, 16 to 32, got {bits}")
+    return -(-d * bits // 8)
+
+
 class RowCodec:
     """Encodes and decodes one row at a time. The constructor checks the constants, so calls need not do so."""
 
@@ -341,19 +455,20 @@ class RowCodec:
         )  # fmt: skip
         return beta if done == 1 else None
 
-    def add(self, mask: torch.Tensor, out: memoryview) -> None:
-        """Adds a row of a mask to an encoded row, mod 2^32.
+    def add(self, mask: torch.Tensor, out: memoryview, bits: int = 32) -> None:
+        """Adds a row of a mask to an encoded row, mod 2^32, and rounds the sum to its upper bits.
 
         Args:
             mask: int32, shape (1, d), contiguous, CPU.
             out: the memory that `encode` wrote to; it receives the sum.
+            bits: how many bits of each number are kept; the others become zero.
 
         Raises:
             InvalidTensor: an argument is not as described.
         """
         if mask.dtype != torch.int32 or mask.shape != self._shape or not mask.is_contiguous() or not mask.is_cpu:
             raise InvalidTensor("no compiled kernel for this mask")
-        self._add(ctypes.byref(self._numbers(out)), mask.data_ptr(), self._d)
+        self._add(ctypes.byref(self._numbers(out)), mask.data_ptr(), self._d, bits)
 
     def decode(self, reply: torch.Tensor, beta: Any, effect: torch.Tensor | None = None) -> torch.Tensor:
         """Subtracts the mask's effect from a reply row and returns the real product.

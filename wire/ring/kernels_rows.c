@@ -69,10 +69,92 @@ AVX2 int64_t veilbase_encode(const float *rows, int64_t stride, const float *alp
     return num_rows;
 }
 
-/* Adds a row of d numbers to another, mod 2^32. */
-AVX2 void veilbase_add(int32_t *to, const int32_t *from, int64_t d) {
+/* ---- numbers of fewer bits: wire/SPEC.md, section 3, "Widths" ---------------------------------------------------------- */
+
+/* Returns a number rounded to its upper `bits` bits, fewer than 32, halves up, mod 2^32: the others are zero. */
+static inline uint32_t rounded(uint32_t number, int64_t bits) {
+    uint32_t half = (uint32_t)1 << (31 - bits);
+    return (number + half) & ~(2 * half - 1);
+}
+
+/* Adds `count` numbers to others, mod 2^32, and rounds the sums to their upper `bits` bits. */
+AVX2 void veilbase_add(int32_t *to, const int32_t *from, int64_t count, int64_t bits) {
     uint32_t *sums = (uint32_t *)to;
-    for (int64_t j = 0; j < d; j++) sums[j] += (uint32_t)from[j];
+    uint32_t half = bits < 32 ? (uint32_t)1 << (31 - bits) : 0, kept = bits < 32 ? ~(2 * half - 1) : UINT32_MAX;
+    for (int64_t j = 0; j < count; j++) sums[j] = (sums[j] + (uint32_t)from[j] + half) & kept;
+}
+
+/*
+ * Packs the upper `bits` bits of numbers, which it rounds first. Each row takes d * bits bits, least significant first,
+ * and ends with zero bits up to a whole byte.
+ *
+ * rows: num_rows of d numbers, `stride` apart. bits: even, 16 to 28.
+ */
+AVX2 void veilbase_pack(const int32_t *rows, int64_t stride, int64_t num_rows, int64_t d, int64_t bits, uint8_t *out) {
+    int64_t row_bytes = (d * bits + 7) / 8, four_bytes = bits / 2;
+    const __m256i half = _mm256_set1_epi32(1 << (31 - bits)), low = _mm256_set1_epi64x(UINT32_MAX);
+    const __m128i dropped = _mm_cvtsi64_si128(32 - bits), one = _mm_cvtsi64_si128(bits);
+    const __m128i two = _mm_cvtsi64_si128(2 * bits), rest = _mm_cvtsi64_si128(64 - 2 * bits);
+    for (int64_t i = 0; i < num_rows; i++, rows += stride, out += row_bytes) {
+        uint8_t *to = out, *end = out + row_bytes;
+        int64_t j = 0;
+        /* Sixteen bytes are stored for four numbers; the bytes behind theirs are written again with the next ones. */
+        for (; j + 8 <= d && to + four_bytes + 16 <= end; j += 8, to += bits) {
+            __m256i numbers = _mm256_loadu_si256((const __m256i *)(rows + j));
+            numbers = _mm256_srl_epi32(_mm256_add_epi32(numbers, half), dropped);
+            __m256i pairs = _mm256_or_si256(_mm256_and_si256(numbers, low), _mm256_sll_epi64(_mm256_srli_epi64(numbers, 32), one));
+            __m256i second = _mm256_unpackhi_epi64(pairs, pairs);
+            __m256i first = _mm256_or_si256(pairs, _mm256_sll_epi64(second, two));
+            __m256i packed = _mm256_unpacklo_epi64(first, _mm256_srl_epi64(second, rest));
+            _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
+            _mm_storeu_si128((__m128i *)(to + four_bytes), _mm256_extracti128_si256(packed, 1));
+        }
+        uint64_t waiting = 0;
+        int64_t count = 0; /* how many bits wait */
+        for (; j < d; j++) {
+            waiting |= (uint64_t)(rounded((uint32_t)rows[j], bits) >> (32 - bits)) << count;
+            for (count += bits; count >= 8; count -= 8, waiting >>= 8) *to++ = (uint8_t)waiting;
+        }
+        if (count) *to = (uint8_t)waiting;
+    }
+}
+
+/*
+ * Undoes `veilbase_pack`: each number gets its upper bits, and zeros below them.
+ *
+ * packed: num_rows * ((d * bits + 7) / 8) bytes. out: num_rows * d numbers.
+ * Returns the bits that end the rows, joined by or: zero if the peer kept to the format.
+ */
+AVX2 int64_t veilbase_unpack(const uint8_t *packed, int64_t num_rows, int64_t d, int64_t bits, int32_t *out) {
+    int64_t row_bytes = (d * bits + 7) / 8, four_bytes = bits / 2, last_bits = d * bits % 8;
+    const uint8_t *end = packed + num_rows * row_bytes;
+    uint8_t places[16], ends = 0;
+    uint32_t moves[4];
+    for (int k = 0; k < 4; k++) {
+        for (int byte = 0; byte < 4; byte++) places[4 * k + byte] = (uint8_t)(k * bits / 8 + byte);
+        moves[k] = (uint32_t)(32 - bits - k * bits % 8);
+    }
+    const __m256i shuffle = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)places));
+    const __m256i move = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)moves));
+    const __m256i kept = _mm256_set1_epi32(-(1 << (32 - bits)));
+    for (int64_t i = 0; i < num_rows; i++, packed += row_bytes, out += d) {
+        const uint8_t *from = packed;
+        int64_t j = 0;
+        for (; j + 8 <= d && from + four_bytes + 16 <= end; j += 8, from += bits) {
+            __m256i bytes = _mm256_loadu2_m128i((const __m128i *)(from + four_bytes), (const __m128i *)from);
+            __m256i numbers = _mm256_sllv_epi32(_mm256_shuffle_epi8(bytes, shuffle), move);
+            _mm256_storeu_si256((__m256i *)(out + j), _mm256_and_si256(numbers, kept));
+        }
+        uint64_t waiting = 0;
+        int64_t count = 0;
+        for (; j < d; j++) {
+            for (; count < bits; count += 8) waiting |= (uint64_t)*from++ << count;
+            out[j] = (int32_t)((uint32_t)waiting << (32 - bits));
+            waiting >>= bits, count -= bits;
+        }
+        if (last_bits) ends |= (uint8_t)(packed[row_bytes - 1] >> last_bits);
+    }
+    return ends;
 }
 
 /*

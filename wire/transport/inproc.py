@@ -11,10 +11,11 @@ import torch
 
 from runtime.threads import all_cores
 from wire.errors import InvalidTensor
-from wire.frame import ITEM_BYTES, Call
+from wire.frame import Call, FrameType, payload_bytes
 from wire.manifest import Manifest
 from wire.payload import Payload
 from wire.ring.seeded_rows import Rows
+from wire.ring.widths import rounded
 from wire.transport.connection import Pending, Traffic
 
 
@@ -69,8 +70,13 @@ class InprocConnection:
             reply = self._handler.compute(call, payload.rows(call) if there is None else there)
         if reply.shape != (payload.num_rows, reply_cols):
             raise InvalidTensor(f"expected {reply_cols} outputs a row, got {reply.shape[1]}")
-        self.traffic.add(payload.num_bytes, reply.numel() * ITEM_BYTES, 1)
-        return _Done(reply)
+        sent, came = (
+            payload_bytes(kind, call, payload.num_rows, cols)
+            for kind, cols in ((FrameType.REQUEST, payload.cols), (FrameType.REPLY, reply_cols))
+        )
+        self.traffic.add(sent, came, 1)
+        # A product of shortened rows is exact, and only a reply that has fewer bits than they have is rounded.
+        return _Done(reply if call.reply_bits == call.bits else rounded(reply, call.reply_bits))
 
     def reconnect(self) -> None:
         """Does nothing, since there is no connection that could break."""

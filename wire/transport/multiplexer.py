@@ -27,6 +27,7 @@ import torch
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
+    InvalidTensor,
     LimitExceeded,
     MalformedFrame,
     QuotaExceeded,
@@ -302,7 +303,7 @@ class Multiplexer:
             DeadlineExceeded: earlier requests were not answered in time, so that there is no room.
             VeilbaseError: the error that ended the stream.
         """
-        size = payload.num_bytes
+        size = frame.payload_bytes(FrameType.REQUEST, call, payload.num_rows, payload.cols)
         request = self._admit(call, payload, reply_cols)
         deadline_ms = min(MAX_DEADLINE_MS, int(1000 * deadline_s(request.held_bytes)))
         header = Header(FrameType.REQUEST, request.request_id, call, request.rows, payload.cols, 0, size, deadline_ms)
@@ -329,7 +330,7 @@ class Multiplexer:
         return (replace(header, code=frame.IN_WINDOW).pack() + area.pack(),)
 
     def _admit(self, call: Call, payload: Payload, reply_cols: int) -> Request:
-        held = payload.num_bytes + payload.num_rows * reply_cols * frame.ITEM_BYTES
+        held = frame.held_bytes(call, payload.num_rows, payload.cols, reply_cols)
         if held > self._limits.max_in_flight_bytes:
             raise LimitExceeded(f"a request of {held} bytes is above {self._limits.max_in_flight_bytes} in flight")
         give_up_at = 0.0
@@ -411,7 +412,7 @@ class Multiplexer:
         if request is None:
             return  # The request was cancelled meanwhile.
         if request.reply is None:
-            size = request.rows * request.cols * frame.ITEM_BYTES
+            size = frame.payload_bytes(FrameType.REPLY, request.call, request.rows, request.cols)
             expected = (request.call, request.rows, request.cols, size)
             if (header.call, header.rows, header.cols, header.total_bytes) != expected:
                 raise MalformedFrame("a reply does not have the shape of its request")
@@ -422,13 +423,15 @@ class Multiplexer:
                     raise MalformedFrame("a reply in the window came with a payload")
                 self._take_from_window(request, request.area)
                 return
-            if len(payload) == size:  # The reply is whole, in one frame.
-                if self._forget(header.request_id) is not None:
-                    request.settle(frame.tensor(header, payload))
-                return
             request.reply = Assembler(header)
-        if request.reply.add(header, payload) and self._forget(header.request_id) is not None:
-            request.settle(request.reply.tensor())
+        if not request.reply.add(header, payload):
+            return
+        try:
+            reply = request.reply.tensor()
+        except InvalidTensor:
+            raise MalformedFrame("a reply's rows do not end with zeros") from None
+        if self._forget(header.request_id) is not None:
+            request.settle(reply)
 
     def _take_from_window(self, request: Request, area: Area) -> None:
         window = self._window

@@ -4,12 +4,13 @@ Without it, the lengths of answers tell this provider about the prompts."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from attacks.programs import active
+from attacks.programs import active, row_counts
 from attacks.programs.active import NEW_TOKENS, Outcome
 from wire.frame import Arithmetic, Call, Direction
 
@@ -105,9 +106,20 @@ def test_the_command_writes_both_files(
 ) -> None:
     monkeypatch.setattr(active, "measure", lambda folder: outcomes)
     monkeypatch.setattr(active, "read_secret", lambda folder: active.SecretReading(24, 15, 15))
+    leaks = [
+        row_counts.Leak(bundle, defence, job, 4.0 if defence == row_counts.STOCK else 0.0, refused=False)
+        for bundle, jobs in row_counts.BUNDLES.items()
+        for job in jobs
+        for defence in (row_counts.STOCK, *row_counts.DEFENCES)
+    ]
+    monkeypatch.setattr(row_counts, "measure", lambda folder: leaks)  # test_row_counts.py runs the real one
     assert active.main(["--out", str(tmp_path / "out")]) == 0
     data = json.loads((tmp_path / "out" / "active.json").read_text())
     assert len(data["outcomes"]) == len(outcomes)
     assert data["secret_reading"]["num_right"] == 15
+    assert data["row_counts"] == [asdict(leak) for leak in leaks]
     text = (tmp_path / "out" / "active.md").read_text()
     assert f"| off | repeated | {HINT_FAULT} | no |" in text
+    assert f"| {row_counts.WITHIN_BOUNDS} | prompts | 4.0 | 0.0 | 0.0 | 0.0 |" in text
+    leaks[-1] = replace(leaks[-1], bits=0.5)
+    assert active.main(["--out", str(tmp_path / "out")]) == 1, "the last bundle reads something through pad_rows="

@@ -19,6 +19,7 @@ from noise.params import PARAMETERS
 from tests.support.spies import results_of
 from wire.errors import ConfigurationError
 from wire.ring.seeded_rows import SeededRows
+from wire.ring.widths import rounded
 
 DEFAULT = PARAMETERS["default"]
 
@@ -98,7 +99,8 @@ def test_candidates_are_exactly_what_the_mask_hides(
     coins = [0, 1, 1, 0]
     seen = [tenant.send(coin) for coin in coins]
     for coin, one, mask in zip(coins, seen, masks, strict=True):
-        assert torch.equal(one.sent - mask, tenant.candidates[coin])
+        assert torch.equal(one.sent, rounded(mask + tenant.candidates[coin], tenant.call.bits))
+    assert tenant.call.bits == 24
     assert torch.equal(seen[1].before, seen[0].sent)
     assert torch.equal(seen[2].before_plain, tenant.candidates[1])
     secrets = torch.cat(drawn).flatten(1)
@@ -129,7 +131,7 @@ def test_scores_change_sign_with_the_candidates(tmp_path: Path) -> None:
     """No score prefers one side: if the candidates are exchanged, the score changes its sign."""
     tenant = game.Tenant("lattice", "prompt", tmp_path)
     facts = tenant.known
-    turned = game.known((facts.candidates[1], facts.candidates[0]), tenant.public_matrix)
+    turned = game.known((facts.candidates[1], facts.candidates[0]), tenant.public_matrix, facts.bits)
     seen: Seen = tenant.send(1)
     for score in SCORES.values():
         assert score(turned, seen) == pytest.approx(-score(facts, seen), rel=1e-3, abs=1e-3)

@@ -14,9 +14,9 @@ from attacks.programs.overflow import DATA, FAULTS, NEW_TOKENS, NUM_LAYERS, OVER
 from wire.frame import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-GROUPS = 4 * NUM_LAYERS + 1
-BACKWARD_GROUPS = GROUPS - 1
-"""The number of groups with backward calls. The input of the first group (q, k and v) needs no gradient."""
+SHALLOW = 3
+"""The number of layers of a model for faults that need no depth. A fault after 7 calls then comes in the middle of a
+pass."""
 QUICK = (OVERFLOW, Fault(BACKWARD, math.inf, 7), Fault(FORWARD, math.nan, 7))
 
 
@@ -27,14 +27,24 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    return overflow.site(tmp_path_factory.mktemp("shallow"), num_layers=2)
+    return overflow.site(tmp_path_factory.mktemp("shallow"), SHALLOW)
+
+
+def forward(num_layers: int) -> int:
+    """Returns the number of groups, and so of calls of a forward pass."""
+    return 4 * num_layers + 1
+
+
+def backward(num_layers: int) -> int:
+    """Returns the number of calls of a backward pass. The input of the first group (q, k and v) needs no gradient."""
+    return forward(num_layers) - 1
 
 
 def test_a_tenant_that_stops_at_once_is_read(where: Site) -> None:
     outcome = overflow.measure(where, "training", OVERFLOW, stops_at_once=True)
     assert outcome.num_failed == len(DATA)
     assert outcome.bits > 0
-    assert max(outcome.num_calls) < overflow.TRAIN_STEPS * GROUPS
+    assert max(outcome.num_calls) < overflow.TRAIN_STEPS * forward(NUM_LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +52,13 @@ def test_a_tenant_that_stops_at_once_is_read(where: Site) -> None:
     [fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS],
     ids=lambda fault: fault.name,
 )
-def test_training_sends_the_planned_calls_whatever_overflows(where: Site, fault: Fault) -> None:
-    outcome = overflow.measure(where, "training", fault)
-    assert outcome.num_calls == (overflow.TRAIN_STEPS * (GROUPS + BACKWARD_GROUPS),) * len(DATA)
+def test_training_sends_the_planned_calls_whatever_overflows(where: Site, shallow: Site, fault: Fault) -> None:
+    """Only a constant in gradients grows from layer to layer until it overflows. A NaN or an infinity is one from where
+    it comes, and a forward pass has norms, so that a constant stays finite in it at any depth."""
+    is_deep = fault.direction is BACKWARD and math.isfinite(fault.wrong)
+    site, num_layers = (where, NUM_LAYERS) if is_deep else (shallow, SHALLOW)
+    outcome = overflow.measure(site, "training", fault)
+    assert outcome.num_calls == (overflow.TRAIN_STEPS * (forward(num_layers) + backward(num_layers)),) * len(DATA)
     assert outcome.bits == 0
     if not math.isfinite(fault.wrong) or fault == OVERFLOW:
         assert outcome.num_failed == len(DATA), "no adapter comes of it"
@@ -59,9 +73,9 @@ def test_training_sends_the_planned_calls_whatever_overflows(where: Site, fault:
     ],
     ids=lambda fault: fault.name,
 )
-def test_an_answer_of_fixed_length_sends_the_same_calls(where: Site, fault: Fault) -> None:
-    outcome = overflow.measure(where, "answers", fault)
-    assert outcome.num_calls == (NEW_TOKENS * GROUPS,) * len(DATA)
+def test_an_answer_of_fixed_length_sends_the_same_calls(shallow: Site, fault: Fault) -> None:
+    outcome = overflow.measure(shallow, "answers", fault)
+    assert outcome.num_calls == (NEW_TOKENS * forward(SHALLOW),) * len(DATA)
     assert outcome.bits == 0
     assert outcome.num_failed == (0 if math.isfinite(fault.wrong) else len(DATA))
 
@@ -70,13 +84,14 @@ def test_a_tenant_that_keeps_what_a_sound_answer_asked_for_is_read(shallow: Site
     outcome = overflow.measure_second(shallow, keeps_products=True)
     assert outcome.num_failed == 1, "one of the four prompts holds the letter"
     assert outcome.bits == 1
-    assert sorted(outcome.num_calls) == [2 * NEW_TOKENS * 9 + 8] * 3 + [2 * (NEW_TOKENS * 9 + 8)]
+    calls, products = NEW_TOKENS * forward(SHALLOW), 4 * SHALLOW
+    assert sorted(outcome.num_calls) == [2 * calls + products] * 3 + [2 * (calls + products)]
 
 
 def test_a_second_answer_sends_the_same_calls_whatever_the_first_prompt_was(shallow: Site) -> None:
     outcome = overflow.measure_second(shallow)
     assert outcome.num_failed == 1
-    assert outcome.num_calls == (2 * (NEW_TOKENS * 9 + 8),) * len(DATA)
+    assert outcome.num_calls == (2 * (NEW_TOKENS * forward(SHALLOW) + 4 * SHALLOW),) * len(DATA)
     assert outcome.bits == 0
 
 

@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 from noise.blocks.arena import arena
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, RowCounts, default_bytes
+from noise.blocks.row_file import RowFile
 from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
 from tests.support.threads import in_child
@@ -70,12 +72,14 @@ def mill() -> Mill:
     return Mill()
 
 
-@pytest.fixture
-def make_pool(mill: Mill) -> Any:
+@pytest.fixture(params=["memory", "disk"])
+def make_pool(mill: Mill, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     made: list[MaskPool] = []
 
     def make(budget_bytes: int = 1 << 20, background: bool = False) -> MaskPool:
-        made.append(MaskPool(mill, BLOCK_ROWS, budget_bytes, background))
+        # A block of one group lies in two records, and of several groups in more.
+        file = RowFile(tmp_path, budget_bytes, held_bytes=5 * row_bytes(group())) if request.param == "disk" else None
+        made.append(MaskPool(mill, BLOCK_ROWS, budget_bytes, background, file=file))
         return made[-1]
 
     yield make
@@ -159,13 +163,18 @@ def test_bytes_are_counted_until_a_block_is_used_up(make_pool: Any) -> None:
 def test_rows_are_counted_and_told(make_pool: Any) -> None:
     pool: MaskPool = make_pool(3_000_000)
     assert pool.ready_rows() == {}
-    assert pool.describe("pads") == "0 of 3 MB of pads and effects ready, in memory only"
+    size, where = 4, "in memory only"
+    if (file := pool.file) is not None:
+        size = 3  # three of eight rows of 0.5 MB were made for the call, and the others are records of one row
+        read_ahead = "0 of them in memory (read ahead: at most 0 MB)"
+        where = f"encrypted in a file without a name in {file.folder}, {read_ahead}"
+    assert pool.describe("pads") == f"0 of 3 MB of pads and effects ready, {where}"
     wide = group(7, 100_000, 25_000)
     pool.take(wide, FORWARD, 3)
     pool.take(group(), BACKWARD, 1)
     assert pool.ready_rows() == {(7, FORWARD): BLOCK_ROWS - 3, (0, BACKWARD): BLOCK_ROWS - 1}
     assert pool.describe("pads") == (
-        "4 of 3 MB of pads and effects ready, in memory only: at least 5 rows in each of 2 groups and directions; "
+        f"{size} of 3 MB of pads and effects ready, {where}: at least 5 rows in each of 2 groups and directions; "
         "16 rows made, 4 of them used"
     )
     assert pool.row_counts() == RowCounts(made=2 * BLOCK_ROWS, ready=2 * BLOCK_ROWS - 4, burnt=0)

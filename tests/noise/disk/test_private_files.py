@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 from collections.abc import Iterator
@@ -10,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from noise.disk.private_files import make_private, make_private_folder, take_over_rights, write_private
+from noise.disk.private_files import (
+    is_in_memory,
+    make_private,
+    make_private_folder,
+    take_over_rights,
+    write_private,
+)
 from noise.hints.store import HintStore
 from noise.ledger.ledger import Ledger
 from tests.support.exact_hints import Provider, exact_hint
@@ -168,3 +175,34 @@ def test_ledger_and_hints_under_any_umask(tmp_path: Path, umask: None) -> None:
     assert len(made) > 6
     for path in made:
         assert mode(path) == (0o700 if path.is_dir() else 0o600), path
+
+
+MOUNTS = """/dev/a / ext4 rw 0 0
+tmpfs /tmp tmpfs rw 0 0
+/dev/b /tmp/disk\\040one ext4 rw 0 0
+none /ram ramfs rw 0 0
+udev /dev devtmpfs rw 0 0
+/dev/c /twice ext4 rw 0 0
+tmpfs /twice tmpfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        ("/home/cache", False), ("/tmp/cache", True), ("/tmp", True), ("/tmp/disk one/cache", False),
+        ("/tmpx/cache", False), ("/ram/x", True), ("/dev/x", True), ("/twice/x", True),
+    ],
+)  # fmt: skip
+def test_a_file_system_in_memory_is_recognised(folder: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.open", lambda *_, **__: io.StringIO(MOUNTS))
+    monkeypatch.setattr(Path, "resolve", lambda self: self)
+    assert is_in_memory(Path(folder)) is expected
+
+
+def test_a_system_that_does_not_tell_has_no_file_system_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert not is_in_memory(Path("/dev/shm"))

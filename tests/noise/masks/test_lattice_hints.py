@@ -17,13 +17,14 @@ import torch
 from noise import sampling
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
 from noise.blocks.slots import Slots
+from noise.hints import local
 from noise.ledger.ledger import Book, Ledger, Reservation, Seed
 from noise.masks import lattice
 from noise.masks.lattice import Lattice
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from noise.sampling import Csprng
-from tests.support.lattice import DEFAULT, FORWARD, TOY, Provider, bounds, rows_of, sent, weight_of, wide
+from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, TOY, Provider, bounds, rows_of, sent, weight_of, wide
 from tests.support.reachable import reachable
 from tests.support.waiting import WAIT_S, end
 from wire.errors import ConfigurationError, MaskError, Unavailable, VerificationFailed
@@ -95,6 +96,53 @@ def test_hints_are_asked_for_within_the_providers_limits(make: Any, provider: Pr
     assert sum(rows.num_rows for _, rows in provider.hints) == DEFAULT.dimension
 
 
+# ---- hints that the tenant computes ----------------------------------------------------------------------------------
+
+
+def every(provider: Provider) -> list[Any]:
+    return [(group, direction) for group in provider.groups for direction in (FORWARD, BACKWARD)]
+
+
+def test_the_link_is_measured_by_forward_hints_under_a_seed_of_its_own(
+    make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider may allow a tenant no backward hints."""
+    monkeypatch.setattr(local, "SMALL_BYTES", 0)
+    monkeypatch.setattr(local, "product_speed", lambda: 1e30)
+    scheme = make(verified=True, hints_from=None)
+    said = scheme.settle_hints(lambda number: provider.weights[number], every(provider))
+    assert said is not None
+    assert scheme.computes_hints
+    assert {(call.group, call.direction) for call, _ in provider.hints} == {(1, FORWARD)}
+    measured = len(provider.hints)
+    rows = rows_of(3, 40)
+    exact, bound, _ = bounds(provider.groups[0], FORWARD, provider.weights[0], rows, DEFAULT, 128)
+    got = provider.answer(scheme.mask(provider.groups[0], FORWARD, rows))
+    assert bool(((wide(got) - exact).abs() <= bound).all())
+    assert len(provider.hints) == measured
+    assert scheme.seed not in {rows.seed for _, rows in provider.hints}
+
+
+def test_a_slow_machine_fetches(make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "SMALL_BYTES", 0)
+    monkeypatch.setattr(local, "product_speed", lambda: 1.0)
+    scheme = make(verified=True, hints_from=None)
+    said = scheme.settle_hints(lambda number: provider.weights[number], every(provider))
+    assert said.startswith("hints of the mask are fetched from the provider: ")
+    assert not scheme.computes_hints
+    scheme.mask(provider.groups[0], FORWARD, rows_of(3, 40))
+    assert scheme.seed in {rows.seed for _, rows in provider.hints}
+
+
+def test_a_choice_without_weights(make: Any, provider: Provider) -> None:
+    with pytest.raises(ConfigurationError, match="needs prepared weights"):
+        make(verified=True, hints_from="local").settle_hints(None, every(provider))
+    scheme = make(verified=True, hints_from=None)
+    assert scheme.settle_hints(None, every(provider)) is None
+    assert not scheme.computes_hints
+    assert provider.hints == []
+
+
 # ---- bad days -------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +170,7 @@ def test_a_damaged_hint_file_is_an_error_and_nothing_is_masked(make: Any, provid
     file.write_bytes(data)
     scheme = make()
     for _ in range(2):
-        with pytest.raises(MaskError, match="delete it, and it will be fetched again"):
+        with pytest.raises(MaskError, match="delete it, and it will be made again"):
             scheme.mask(spec, FORWARD, rows)
     file.unlink()
     scheme = make()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +17,18 @@ from provider.operations.usage import TenantUsage
 from provider.schedule.quota import TenantLimits
 from provider.schedule.ticket import RequestClass
 from tests.support.executors import Desk
+from tests.support.ring_products import ring_rows
 from wire import frame
 from wire.errors import InvalidTensor, RemoteFault, UnknownLayer, VeilbaseError, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import Limits
 from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
+from wire.ring.widths import rounded, row_bytes
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 HINT = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
+SHORT = Call(0, Direction.FORWARD, Arithmetic.RING, bits=26, reply_bits=26)
+"""Its rows take 10 bytes, and those of its replies 17."""
 COLS, REPLY_COLS = 3, 5
 LIMITS = Limits(max_rows=64, max_tensor_bytes=1 << 20, max_in_flight_bytes=1 << 20)
 HELLO = frame.hello(FrameType.HELLO)
@@ -157,8 +162,9 @@ def test_a_refusal_has_a_line_with_the_tenant_and_a_fixed_reason(
 @pytest.mark.parametrize(
     ("first", "code"),
     [
-        (Header(FrameType.HELLO, code=2, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
-        (Header(FrameType.HELLO, code=1, total_bytes=4).pack() + b"EVIL", WireCode.MALFORMED),
+        (Header(FrameType.HELLO, code=1, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
+        (Header(FrameType.HELLO, code=3, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
+        (Header(FrameType.HELLO, code=2, total_bytes=4).pack() + b"EVIL", WireCode.MALFORMED),
         (Header(FrameType.REQUEST, 1, CALL).pack(), WireCode.MALFORMED),
         (Header(FrameType.CANCEL, 1).pack(), WireCode.MALFORMED),
         (b"GET / HTTP/1.1\r\n\r\n", WireCode.MALFORMED),
@@ -190,6 +196,9 @@ def test_a_tenant_that_never_greets_is_shown_out() -> None:
         ({"cols": COLS + 1}, WireCode.INVALID_TENSOR),
         ({"total_bytes": 4 * 20 * COLS + 4}, WireCode.INVALID_TENSOR),
         ({"rows": LIMITS.max_rows + 1}, WireCode.LIMIT),
+        ({"code": 1}, WireCode.UNKNOWN_LAYER),  # another model
+        ({"call": SHORT}, WireCode.INVALID_TENSOR),  # the bytes of rows of 32 bits
+        ({"call": SHORT, "total_bytes": 20 * 15}, WireCode.INVALID_TENSOR),
     ],
 )
 def test_a_header_that_fails_a_check_answers_its_request_alone(
@@ -460,6 +469,85 @@ def test_a_row_that_is_not_answered_at_once(stream: Stream, outcome: VeilbaseErr
         assert stream.frames() == [(FrameType.ERROR, 1, WireCode.INTERNAL)]
     assert stream.session.is_idle
     assert stream.admission.in_flight() == (0, 0)
+
+
+# ---- numbers of fewer bits ------------------------------------------------------------------------------------------
+
+
+def packed_request(number: int, rows: torch.Tensor, call: Call = SHORT) -> bytes:
+    data = frame.rows_bytes(rows, call.bits)
+    return Header(FrameType.REQUEST, number, call, *rows.shape, 0, len(data), 30_000).pack() + bytes(data)
+
+
+@pytest.mark.parametrize("reply_bits", [26, 16])
+def test_rows_of_fewer_bits_are_unpacked_and_their_reply_packed(stream: Stream, reply_bits: int) -> None:
+    call = replace(SHORT, reply_bits=reply_bits)
+    rows, reply = rounded(ring_rows(20, COLS), 26), rounded(ring_rows(20, REPLY_COLS), 26)
+    assert stream.session.receive(packed_request(1, rows, call))
+    (request,) = stream.desk.requests
+    assert isinstance(request.rows, torch.Tensor)
+    assert torch.equal(request.rows, rows)
+    assert request.ticket.call == CALL, "requests of all widths share products"
+    assert stream.session.status().held_bytes == 4 * 20 * (COLS + REPLY_COLS), "numbers count as in memory"
+    request.done(reply)
+    message = stream.session.next_frame()
+    assert message is not None
+    header, payload = frame.parse(message)
+    assert header.call == call
+    assert header.total_bytes == len(payload) == 20 * row_bytes(REPLY_COLS, reply_bits)
+    assert torch.equal(frame.tensor(header, payload), rounded(reply.clone(), reply_bits))
+    assert stream.usage.total().bytes_up == len(packed_request(1, rows, call)) - frame.HEADER_BYTES
+    assert stream.usage.total().bytes_down == len(payload)
+    assert stream.admission.in_flight() == (0, 0)
+
+
+def test_a_row_of_fewer_bits_is_answered_at_once(stream: Stream) -> None:
+    seen = []
+    multiply = stream.desk.compute_row
+
+    def spy(tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
+        seen.append((call, bytes(row)))
+        return multiply(tenant, call, row, reply)
+
+    stream.desk.compute_row = spy  # type: ignore[method-assign]
+    row = rounded(ring_rows(1, COLS), 26)
+    assert stream.session.receive(memoryview(bytearray(packed_request(1, row))))
+    message = stream.session.next_frame()
+    assert message is not None
+    header, payload = frame.parse(message)
+    assert header == Header(FrameType.REPLY, 1, SHORT, 1, REPLY_COLS, 0, 17)
+    whole = torch.frombuffer(bytearray(range(4 * REPLY_COLS)), dtype=torch.int32).view(1, -1)
+    assert torch.equal(frame.tensor(header, payload), rounded(whole, 26))
+    assert seen == [(CALL, row.numpy().tobytes())]
+    assert stream.session.is_idle
+
+
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_rows_that_do_not_end_with_zeros_answer_their_request_alone(stream: Stream, num_rows: int) -> None:
+    message = bytearray(packed_request(1, rounded(ring_rows(num_rows, COLS), 26)))
+    message[-1] |= 0x80
+    assert stream.session.receive(memoryview(message))
+    stream.expect_only(1, WireCode.INVALID_TENSOR)
+
+
+def test_chunks_may_end_within_a_number(stream: Stream) -> None:
+    rows = rounded(ring_rows(20, COLS), 26)
+    whole = packed_request(1, rows)
+    header, payload = frame.parse(whole)
+    for start in range(0, len(payload), 7):
+        part = replace(header, offset=start).pack() + bytes(payload[start : start + 7])
+        assert stream.session.receive(part)
+    (request,) = stream.desk.requests
+    assert isinstance(request.rows, torch.Tensor)
+    assert torch.equal(request.rows, rows)
+
+
+@pytest.mark.parametrize(("at", "dropped"), [(46, 1), (46, 16), (46, 32), (47, 8), (47, 0), (47, 255)])
+def test_widths_that_do_not_exist_end_the_stream(stream: Stream, at: int, dropped: int) -> None:
+    message = bytearray(packed_request(1, rounded(ring_rows(20, COLS), 26)))
+    message[at] = dropped
+    assert not stream.session.receive(bytes(message))
+    stream.expect_end(WireCode.MALFORMED)
 
 
 def test_a_session_is_watched_by_one_callback(stream: Stream) -> None:

@@ -3,6 +3,7 @@ operator allows it. They are then rounded."""
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from pathlib import Path
@@ -17,7 +18,10 @@ from tenant_sdk import TenantClient
 from tenant_sdk.endpoint.logprobs import TokenTexts
 from tenant_sdk.endpoint.options import LogprobRecord
 from tenant_sdk.endpoint.privacy import Released
+from tenant_sdk.endpoint.server import Endpoint
+from tenant_sdk.endpoint.settings import EndpointSettings
 from tests.support.endpoints import chat, endpoint_of, raw
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.tiny_models import open_client
 from tests.support.waiting import until
 from wire.errors import ConfigurationError
@@ -175,6 +179,19 @@ def test_parameters_with_a_larger_error_round_more_coarsely() -> None:
     assert Released("lattice", None).rounded_loss(2.34) == 2.35
     assert Released("off", None).rounded_loss(2.34) == 2.34
     assert Released("off", None).rounded_loss(float("nan")) == 9999.0  # JSON has no NaN
+
+
+def test_rounded_rows_round_what_is_released_more_coarsely(folder: Path) -> None:
+    """What rounding to 24 bits takes from a row is part of the error that results show: 2^8 / √12 is 23 times 3.2."""
+    options = {**TOY_OPTIONS, "precision": "balanced", "hints": "stream", "background": False}
+    with open_client(folder, "lattice", mask_options=options) as client:
+        assert client.error_sigma == pytest.approx(math.hypot(3.2, 2**8 / math.sqrt(12)))
+        with pytest.raises(ConfigurationError, match=r"from 5\.\d+ to 369.*precision='exact' may allow smaller"):
+            Endpoint(client, settings=EndpointSettings(port=0, release_step=0.25, unverified=True))
+        released = Released("lattice", None, client.error_sigma)
+        assert released.rounded_loss(2.34) == pytest.approx(2 * 0.05 * 23.116, abs=1e-3)
+    with open_client(folder, "pad", verify=folder) as client:
+        assert client.error_sigma == 0.0
 
 
 @pytest.mark.parametrize("step", [0.0, -1.0, 0.2, 17.0, float("nan"), float("inf")])

@@ -16,13 +16,13 @@ from tests.support.providers import make_served_model
 from tests.support.tiny_models import make_chat_model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("masks")
     return {kind: make_chat_model(parent / kind, kind) for kind in ("llama", "gpt2")}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def served_models(folders: dict[str, Path]) -> dict[str, ServedModel]:
     return {kind: make_served_model(folder, "int8") for kind, folder in folders.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import warnings
 from dataclasses import replace
@@ -34,6 +35,7 @@ from wire.errors import (
     WeakParameters,
 )
 from wire.manifest import parse_manifest
+from wire.ring.widths import row_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 
@@ -80,6 +82,7 @@ def test_pairs_that_do_not_exist_are_refused_before_the_network(
         ({"sigma": 1.0}, ConfigurationError),
         ({"pool_size": 8}, ConfigurationError),
         ({"hints": "memory"}, ConfigurationError),
+        ({"hints": "local"}, ConfigurationError),  # there is no checkpoint to compute them from
         ({"hint_bits": 23}, ConfigurationError),
         ({"hint_bits": 16}, ConfigurationError),
         ({"hint_ram_bytes": -1}, ConfigurationError),
@@ -145,6 +148,27 @@ def test_explain_lattice(site: Site, capsys: pytest.CaptureFixture[str], folders
     assert str(folders["llama"]) in explained(verified)["verification"]
     streamed, _ = site.inproc("llama", mask_options={"hints": "stream"})
     assert "streamed" in explained(streamed)["hints"]
+
+
+@pytest.mark.parametrize(("precision", "reply_bits"), [("balanced", 24), ("short", 16)])
+def test_explain_how_many_bits_cross(site: Site, precision: str, reply_bits: int) -> None:
+    client, _ = site.inproc("llama", mask_options={"precision": precision})
+    said, groups = explained(client), client.connect().groups
+    assert said["precision"].strip().startswith(f"{precision}: 24 bits of each masked number cross, and ")
+    assert ("16 of its product" in said["precision"]) == (reply_bits == 16)
+    assert "rounding comes after masking" in said["precision"]
+    up = sum(row_bytes(info.in_features, 24) for info in groups)
+    down = sum(row_bytes(info.out_features, reply_bits) for info in groups)
+    assert f"forward {up / 1e3:.1f} kB up, {down / 1e3:.1f} kB down" in said["bytes per token"]
+
+
+@pytest.mark.parametrize("mask", ["lattice", "shares"])
+def test_short_replies_cannot_be_verified(site: Site, folders: dict[str, Path], mask: str) -> None:
+    kinds = ("llama",) * (2 if mask == "shares" else 1)
+    options = {"mask": mask, "mask_options": {"precision": "short"}, "verify": folders["llama"]}
+    with pytest.raises(ConfigurationError, match="precision='short' cannot be used with verify") as caught:
+        site.inproc(*kinds, **options)
+    assert "\n" not in str(caught.value)
 
 
 def test_explain_the_others(site: Site, folders: dict[str, Path]) -> None:
@@ -222,7 +246,7 @@ def test_one_loud_line_says_that_rows_go_readable(site: Site, mask: str, kinds: 
 
 
 def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[str, Path]) -> None:
-    client, (watched,) = site.inproc("llama", verify=folders["llama"])
+    client, _ = site.inproc("llama", verify=folders["llama"])
     model = client.load_model()
     with torch.no_grad():
         model(batch())
@@ -240,11 +264,37 @@ def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[s
     last = [number for each in ready for number in (*each.mask[-1].tolist(), *each.effect[-1].tolist())]
     numbers = [str(number) for number in last if abs(number) > 10**5]
     assert numbers
-    seed = watched.hints()[0].seed
+    seed = scheme.seed
     for text in map(repr, (client, session, scheme, scheme.pool, block, session.verifier, session.executor)):
         assert not any(number in text for number in numbers)
         assert seed.hex() not in text
         assert repr(seed) not in text
+
+
+def test_where_ready_masks_wait_on_disk_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, _ = site.inproc("llama", mask_options={"pool": "disk", "pool_bytes": 60_000_000, "background": False})
+    client.prepare(512)
+    folder = site.folder / "cache" / "masks"
+    features = sum(info.in_features + info.out_features for info in client.connect().groups)
+    said = explained(client)["pool"]
+    assert f"{512 * 4 * features / 1e6:.0f} of 60 MB of masks and effects ready, encrypted in a file without" in said
+    assert f"in {folder}, 0 of them in memory (read ahead: at most 134 MB): at least 512 rows" in said
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(negacyclic, "combine", lambda *arguments: pytest.fail("masks were to be ready"))
+    pool = site.sessions[-1].scheme.pool  # type: ignore[attr-defined]
+    for spec in specs(client).values():
+        for _ in range(20):
+            pool.take(spec, FORWARD, 1)
+    assert 0 < pool.held_bytes <= 16 * 4 * features
+    client.close()
+    assert pool.file.is_closed
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="needs a tmpfs at /dev/shm")
+def test_masks_on_disk_are_not_in_memory(site: Site) -> None:
+    site.folder = Path("/dev/shm/veilbase-nothing-here")
+    with pytest.raises(ConfigurationError, match=r"is memory \(tmpfs\): name a cache on a disk"):
+        site.inproc("llama", mask_options={"pool": "disk"})
 
 
 def test_prepared_tokens_are_found_ready(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

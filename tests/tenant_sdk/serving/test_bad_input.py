@@ -314,7 +314,7 @@ def test_an_engine_that_cannot_be(neighbour: Neighbour, bad_options: dict[str, d
 
 def test_engines_that_cannot_be_fetch_no_hints(folder: Path, bad_options: dict[str, dict[str, Any]]) -> None:
     with ScriptedProvider(model=folder) as provider:
-        client = provider.client(mask_options={**TOY_MASK, "hints": "disk"}, verify=False)
+        client = provider.client(mask_options={**TOY_MASK, "hints": "fetched"}, verify=False)
         for case, options in bad_options.items():
             check([failure_of(lambda options=options: Engine(client, **options))], BAD_ENGINES[case])
         assert provider.calls == []

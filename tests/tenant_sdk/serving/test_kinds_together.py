@@ -12,13 +12,14 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tests.support.saved_adapters import EXAMPLES, OF_CONV1D, save_adapter, save_kind
 from tests.support.tiny_models import PROMPTS, make_model, open_client
+from tests.support.waiting import SLOW_TIMEOUT_S
 from wire.errors import ConfigurationError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
-NEW_TOKENS, TIMEOUT_S = 6, 60.0
+NEW_TOKENS = 6
 LAYERS = {"llama": ("q_proj", "v_proj", "down_proj"), "gpt2": ("c_attn", "c_proj")}
 
 
@@ -54,7 +55,7 @@ def test_all_kinds_in_one_engine(kind: str, titles: tuple[str, ...], tmp_path: P
 
         with Engine(client, make_store, step_tokens=32, max_running=8) as engine:
             answers = [engine.submit(prompt, name, **options) for name, prompt in asked]
-            got = [answer.result(TIMEOUT_S) for answer in answers]
+            got = [answer.result(SLOW_TIMEOUT_S) for answer in answers]
         plain = {prompt: client.generate(prompt, **options) for prompt in PROMPTS}
     assert got == want
     # The control: most adapters change their answer, so a request without its adapter would show.
@@ -79,7 +80,7 @@ def test_adapters_of_the_head(kind: str, tmp_path: Path) -> None:
             client, lambda model, wake: AdapterStore(model, root, on_ready=wake, dtype=torch.float32), step_tokens=16
         ) as engine:
             answers = [engine.submit(prompt, name, **options) for name, prompt in asked]
-            assert [answer.result(TIMEOUT_S) for answer in answers] == want
+            assert [answer.result(SLOW_TIMEOUT_S) for answer in answers] == want
     for first, second, third, _, plain in zip(*(want[at : at + 3] for at in range(0, 15, 3)), strict=True):
         assert len({first, second, third, plain}) == 4
 

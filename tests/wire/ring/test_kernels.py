@@ -7,8 +7,6 @@ import contextlib
 import ctypes
 import os
 import platform
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.compiled_kernels import forget, needs_products
-from tests.support.repository import ROOT
+from tests.support.compiled_kernels import forget, guarded, needs_products
+from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
 from wire.ring import coding, kernels, tiles
@@ -204,66 +202,63 @@ def test_refuses_what_the_compiled_code_would_not_notice(
         kernels.products([rows], weight, [reply])
 
 
-GUARDED = """
-import threading
-import torch
-from wire.ring import kernels
-from wire.ring.product import plain_product
-from tests.support.compiled_kernels import guarded
+def inside_guarded_memory() -> str:
+    """Runs the kernels on memory that ends where they must end, and compares what they compute."""
+    torch.manual_seed(0)
+    areas: dict[tuple[int, int], torch.Tensor] = {}
 
-torch.manual_seed(0)
-areas = {}
+    def scratch(size: int) -> int:
+        """Returns memory for packing that ends where memory ends, too. It begins 16 bytes past a cache line, as what
+        numpy allocates does: kernels that skip to the next line then use the last byte."""
+        mine = threading.get_ident(), size  # As in production, each thread has its own.
+        if mine not in areas:
+            areas[mine] = guarded(torch.zeros(size, dtype=torch.uint8))
+        assert size % 64 == 0
+        return areas[mine].data_ptr() + 16
 
-def scratch(size):
-    '''Returns memory for packing that ends where memory ends, too. It begins 16 bytes past a cache line, as what numpy
-    allocates does: kernels that skip to the next line then use the last byte.'''
-    mine = threading.get_ident(), size  # As in production, each thread has its own.
-    if mine not in areas:
-        areas[mine] = guarded(torch.zeros(size, dtype=torch.uint8))
-    assert size % 64 == 0
-    return areas[mine].data_ptr() + 16
-
-kernels._scratch = scratch
-for d, m in [(4032, 70), (70, 4032), (3840, 17)]:  # d is no multiple of both forms' blocks
-    rows = torch.randint(-2**31, 2**31, (96, d)).to(torch.int32)
-    weight = torch.randint(-128, 128, (m, d)).to(torch.int8)
-    for stored in (weight.t(), weight.t().contiguous()):
-        reply = torch.zeros(96, m, dtype=torch.int32)
-        kernels.products([rows], stored, [reply])
-        assert torch.equal(reply, plain_product(rows, stored))
-
-for num_rows in (1, 2, 3, 4, 16, 50, 100):
-    for d, m in [
-        (1, 1), (3, 5), (8, 8), (16, 16), (17, 24), (33, 40), (64, 7), (80, 65), (15, 64), (200, 128), (70, 1090),
-        (1030, 520),
-    ]:
-        rows = guarded(torch.randint(-2**31, 2**31, (num_rows, d)).to(torch.int32))
-        weight = torch.randint(-128, 128, (d, m)).to(torch.int8)
-        for stored in (guarded(weight), guarded(weight.t().contiguous()).t()):
-            reply = guarded(torch.zeros(num_rows, m, dtype=torch.int32))
+    kernels._scratch = scratch
+    for d, m in [(4032, 70), (70, 4032), (3840, 17)]:  # d is no multiple of both forms' blocks
+        rows = torch.randint(-(2**31), 2**31, (96, d)).to(torch.int32)
+        weight = torch.randint(-128, 128, (m, d)).to(torch.int8)
+        for stored in (weight.t(), weight.t().contiguous()):
+            reply = torch.zeros(96, m, dtype=torch.int32)
             kernels.products([rows], stored, [reply])
-            assert torch.equal(reply, plain_product(rows, weight))
+            assert torch.equal(reply, plain.plain_product(rows, stored))
 
-def coded(num_rows, d):
+    for num_rows in (1, 2, 3, 4, 16, 50, 100):
+        for d, m in [
+            (1, 1), (3, 5), (8, 8), (16, 16), (17, 24), (33, 40), (64, 7), (80, 65), (15, 64), (200, 128), (70, 1090),
+            (1030, 520),
+        ]:  # fmt: skip
+            rows = guarded(torch.randint(-(2**31), 2**31, (num_rows, d)).to(torch.int32))
+            weight = torch.randint(-128, 128, (d, m)).to(torch.int8)
+            for stored in (guarded(weight), guarded(weight.t().contiguous()).t()):
+                reply = guarded(torch.zeros(num_rows, m, dtype=torch.int32))
+                kernels.products([rows], stored, [reply])
+                assert torch.equal(reply, plain.plain_product(rows, weight))
+
+    for num_rows in (1, 2, 5):
+        for d in (1, 3, 7, 8, 9, 15, 16, 17, 31, 40):
+            code_in_guarded_memory(num_rows, d)
+    return "kept inside"
+
+
+def code_in_guarded_memory(num_rows: int, d: int) -> None:
     rows, alpha = guarded(torch.randn(num_rows, d)), guarded(torch.rand(d) + 0.5)
-    numbers, effect = (guarded(torch.randint(-2**31, 2**31, (num_rows, d)).to(torch.int32)) for _ in range(2))
+    numbers, effect = (guarded(torch.randint(-(2**31), 2**31, (num_rows, d)).to(torch.int32)) for _ in range(2))
     for scale in (alpha, None):
         encoded = guarded(torch.zeros(num_rows, d, dtype=torch.int32))
-        betas = guarded(kernels.encode(rows, scale, 1e6, 2.0**-100, encoded))
+        betas = kernels.encode(rows, scale, 1e6, 2.0**-100, encoded)
+        assert betas is not None
+        betas = guarded(betas)
         scaled = rows if scale is None else rows * scale
         # Rounding to whole numbers moves a number by a half. Numbers of up to 1e6 are moved too by the roundings of
         # float32: of the scale, of its reciprocal, of the product, and of the product here.
         most = 0.5 + 4 * 1e6 * 2.0**-24
         assert ((encoded.double() * betas - scaled).abs() <= most * betas).all()
         for taken in (effect, None):
-            plain = (numbers if taken is None else numbers - taken) * (1 if scale is None else scale) * betas
-            assert torch.equal(kernels.decode(numbers, taken, betas, scale), plain)
-
-for num_rows in (1, 2, 5):
-    for d in (1, 3, 7, 8, 9, 15, 16, 17, 31, 40):
-        coded(num_rows, d)
-print("kept inside")
-"""
+            decoded = (numbers if taken is None else numbers - taken) * (1 if scale is None else scale) * betas
+            assert torch.equal(kernels.decode(numbers, taken, betas, scale), decoded)
 
 
 @needs_products
@@ -359,10 +354,14 @@ def test_one_row_refuses_what_the_compiled_code_would_not_notice() -> None:
 @needs_products
 @pytest.mark.parametrize("form", ["avx2", pytest.param("", marks=needs_vnni)])
 def test_reads_and_writes_nothing_past_an_end(form: str) -> None:
-    """The test runs in a process of its own, which ends if a kernel reads or writes past an end."""
-    environment = os.environ | {"VEILBASE_KERNELS": form}
-    done = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]
+    """The kernels run in a process of their own, which ends if one reads or writes past an end."""
+
+    def run() -> str:
+        os.environ["VEILBASE_KERNELS"] = form
+        forget(kernels)
+        return inside_guarded_memory()
+
+    assert in_child(run) == "kept inside"
 
 
 @needs_products

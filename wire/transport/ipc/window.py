@@ -67,7 +67,7 @@ class TenantWindow:
             no ring numbers, or there is no room.
         """
         rows = payload.masked_rows
-        row_bytes, reply_bytes = payload.num_bytes, payload.num_rows * reply_cols * ITEM_BYTES
+        row_bytes, reply_bytes = (payload.num_rows * cols * ITEM_BYTES for cols in (payload.cols, reply_cols))
         if rows is None or row_bytes + reply_bytes < LEAST_BYTES or self.is_lost:
             return None
         if (call.arithmetic, call.purpose) != (Arithmetic.RING, Purpose.PRODUCT):

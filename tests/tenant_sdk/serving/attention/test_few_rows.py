@@ -4,9 +4,6 @@ that it is given."""
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +14,7 @@ from tenant_sdk.serving.attention import kernels
 from tenant_sdk.serving.attention.few_rows import FewRows, RequestRows, split
 from tenant_sdk.serving.kv import KV_DTYPES, KvLayout, RequestKv
 from tenant_sdk.serving.ragged import attend
+from tests.support.compiled_kernels import forget
 from wire.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -173,8 +171,14 @@ def test_tensors_that_do_not_fit_together_are_refused() -> None:
             kernels.attend(*given, **options)  # type: ignore[arg-type]
 
 
-def test_without_the_library_torch_computes_everything() -> None:
-    code = "from tenant_sdk.serving.attention import kernels; print(kernels.available())"
-    environment = os.environ | {"VEILBASE_KERNELS": "none"}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "False"
+@pytest.fixture
+def _loaded_anew() -> Iterator[None]:
+    forget(kernels)
+    yield
+    forget(kernels)
+
+
+@pytest.mark.usefixtures("_loaded_anew")
+def test_without_the_library_torch_computes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VEILBASE_KERNELS", "none")
+    assert not kernels.available()

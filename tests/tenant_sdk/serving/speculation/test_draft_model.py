@@ -117,12 +117,21 @@ def test_what_cannot_draft_costs_nothing_but_its_steps(
     assert count_steps(AutoModelForCausalLM.from_pretrained(tmp_path / "short").eval()) <= NEW_TOKENS
 
 
+def attention_of(model: Any) -> str:
+    return str(model.config._attn_implementation)
+
+
+def kv_bytes(engine: Engine) -> int:
+    """Returns the bytes of the keys and values of 100 tokens."""
+    return engine._layout.bytes_for(100)
+
+
 def test_the_users_model_is_not_changed_and_its_parameters_are_not_copied(
     client: TenantClient, itself: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = torch.arange(10, 20)[None]
     before = itself(ids).logits
-    implementation = itself.config._attn_implementation
+    implementation = attention_of(itself)
     made = results_of(monkeypatch, DraftModel, "_make_kv")
     itself.train()
     with Engine(client, speculation=Speculation(2, draft=itself)) as engine:
@@ -130,7 +139,7 @@ def test_the_users_model_is_not_changed_and_its_parameters_are_not_copied(
         shared = engine._loop._runner._drafter._ragged.model
     assert len(made) == 2, "one for the trial, one for the request"
     assert itself.training
-    assert itself.config._attn_implementation == implementation != shared.config._attn_implementation
+    assert attention_of(itself) == implementation != attention_of(shared)
     assert torch.equal(itself.eval()(ids).logits, before)
     own = {name: tensor.data_ptr() for name, tensor in itself.named_parameters()}
     assert {name: tensor.data_ptr() for name, tensor in shared.named_parameters()} == own
@@ -158,6 +167,6 @@ def test_prompts_are_read_in_pieces_and_nothing_twice(
 
 def test_keys_and_values_of_the_draft_count(client: TenantClient, itself: PreTrainedModel) -> None:
     with Engine(client, speculation=Speculation(2, draft=itself)) as engine:
-        with_draft = engine._layout.bytes_for(100)
+        with_draft = kv_bytes(engine)
     with Engine(client, speculation=Speculation(2)) as engine:
-        assert with_draft == 2 * engine._layout.bytes_for(100)
+        assert with_draft == 2 * kv_bytes(engine)

@@ -1,0 +1,149 @@
+"""Tests hints that the tenant computes itself: their numbers, and the decision whether to compute or to fetch them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from noise.hints import local
+from noise.hints.local import Choice, Work
+from tests.support.lattice import BACKWARD, FORWARD, Provider, weight_of
+from wire.errors import InvalidTensor, Unavailable
+from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.limits import Limits
+from wire.payload import SeedPayload
+from wire.ring.seeded_rows import SeededRows
+
+SEED = bytes(range(32))
+SHAPES = [(40, 24), (1, 1), (7, 129), (129, 7), (64, 64), (2050, 3), (3, 2050)]
+
+
+def never() -> float:
+    raise AssertionError("measured, although nothing depended on it")
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_rows_are_those_of_the_provider(shape: tuple[int, int], direction: Direction) -> None:
+    provider = Provider([weight_of(*shape)])
+    provider.weights[0].view(-1)[0] = -127
+    (group,) = provider.groups
+    columns, reply_cols = group.widths(direction)
+    compute = local.computing(SEED, (group, direction), lambda number: provider.weights[number])
+    call = Call(0, direction, Arithmetic.RING, Purpose.HINT)
+    for first, count in ((0, 5), (5, 1), (1535, 1)):
+        theirs = provider.effect(call, SeedPayload(SeededRows(SEED, first, count), columns), reply_cols).result()
+        assert torch.equal(compute(first, count).result(), theirs)
+
+
+def test_a_weight_is_read_once_for_a_hint_and_only_when_a_row_is_needed() -> None:
+    provider, read = Provider([weight_of(4, 6)]), []
+
+    def weight(number: int) -> torch.Tensor:
+        read.append(number)
+        return provider.weights[number]
+
+    compute = local.computing(SEED, (provider.groups[0], FORWARD), weight)
+    replies = [compute(first, 2) for first in (0, 2, 4)]
+    assert read == []
+    for reply in replies:
+        reply.result()
+    assert read == [0]
+
+
+@pytest.mark.parametrize("wrong", [weight_of(6, 4), weight_of(4, 6).to(torch.int32)], ids=["shape", "dtype"])
+def test_another_weight_is_refused(wrong: torch.Tensor) -> None:
+    (group,) = Provider([weight_of(4, 6)]).groups
+    with pytest.raises(InvalidTensor, match="int8 weight of shape"):
+        local.computing(SEED, (group, FORWARD), lambda _: wrong)(0, 1).result()
+
+
+def test_work_adds_up_what_is_multiplied_and_what_would_come() -> None:
+    groups = Provider([weight_of(40, 24), weight_of(24, 56)]).groups
+    pairs = [(group, direction) for group in groups for direction in (FORWARD, BACKWARD)]
+    assert Work.of(pairs, 1536) == Work(1536 * 2 * (40 * 24 + 24 * 56), 1536 * 4 * (24 + 40 + 56 + 24))
+
+
+LARGE = Work(products=10**12, num_bytes=10**9)
+
+
+@pytest.mark.parametrize(
+    ("work", "stored", "speeds", "expected"),
+    [
+        (LARGE, (True, False), None, Choice(True, "computed here, as those that are stored already")),
+        (LARGE, (True, True), None, Choice(True, "computed here, as those that are stored already")),
+        (LARGE, (False, True), None, Choice(False, "fetched from the provider, as those that are stored already")),
+        (Work(1, local.SMALL_BYTES - 1), (False, False), None, Choice(True, "computed here, since they are small")),
+        (LARGE, (False, False), (1e10, 1e6), Choice(
+            True, "computed here: 100 s are estimated, against 17 min to fetch 1,000 MB")),
+        (LARGE, (False, False), (1e10, 1e9), Choice(
+            False, "fetched from the provider: 1.0 s to fetch 1,000 MB are estimated, against 100 s to compute them "
+            "here")),
+        (LARGE, (False, False), (1e10, 1e7), Choice(
+            True, "computed here: 100 s are estimated, against 100 s to fetch 1,000 MB")),
+    ],
+)  # fmt: skip
+def test_what_takes_less_time_is_chosen(
+    work: Work, stored: tuple[bool, bool], speeds: tuple[float, float] | None, expected: Choice
+) -> None:
+    product, link = (never, never) if speeds is None else (lambda: speeds[0], lambda: speeds[1])
+    assert local.choose(work, *stored, product, link) == expected
+
+
+def test_the_speed_of_products_is_that_of_the_fastest_try() -> None:
+    times = iter([0.0, 1.0, 1.0, 1.5, 2.0, 4.0])
+    assert local.product_speed(lambda: next(times)) == 256 * 1024**2 / 0.5
+    assert local.product_speed() > 1e6
+
+
+def test_the_links_speed_is_without_the_delay_of_a_single_row() -> None:
+    provider, clock = Provider([weight_of(8, 1024)]), [0.0]
+    fetched: list[torch.Tensor] = []
+
+    class Slow:
+        def __init__(self, reply: Any) -> None:
+            self.reply = reply
+
+        def result(self) -> torch.Tensor:
+            # a provider far away, all of whose replies to requests that were sent together come a while after the first
+            clock[0] += 5.0 if len(fetched) < 2 else 0.25
+            fetched.append(self.reply.result())
+            return fetched[-1]
+
+    def path(*given: Any) -> Any:
+        assert len(fetched) in (0, 1), "all are asked for before the first is awaited"
+        return Slow(provider.effect(*given))
+
+    speed = local.link_speed((provider.groups[0], FORWARD), 1, path, Limits(), lambda: clock[0])
+    assert speed == (4 << 20) / 0.75
+    assert [reply.nbytes for reply in fetched] == [4096] + [1 << 20] * 4
+    (seed,) = {rows.seed for _, rows in provider.hints}
+    local.link_speed((provider.groups[0], FORWARD), 1, provider.effect, Limits())
+    assert {rows.seed for _, rows in provider.hints[5:]}.isdisjoint({seed}), "no seed is used twice"
+
+
+@pytest.mark.parametrize(("num_bytes", "part_rows"), [(0, 256), (4 << 30, 655), (1 << 40, 2048)])
+def test_the_link_is_measured_by_a_share_of_all_hints(num_bytes: int, part_rows: int) -> None:
+    provider = Provider([weight_of(8, 1024)])
+    local.link_speed((provider.groups[0], FORWARD), num_bytes, provider.effect, Limits())
+    assert [rows.num_rows for _, rows in provider.hints] == [1] + [part_rows] * 4
+
+
+def test_the_link_is_measured_within_the_providers_limits() -> None:
+    provider = Provider([weight_of(40, 24)])
+    limits = Limits(max_rows=3, max_tensor_bytes=4096)
+    assert local.link_speed((provider.groups[0], FORWARD), 1, provider.effect, limits) > 0
+    assert [rows.num_rows for _, rows in provider.hints] == [1, 3, 3, 3, 3]
+
+
+def test_a_provider_that_does_not_answer_while_the_link_is_measured() -> None:
+    provider = Provider([weight_of(40, 24)])
+
+    def gone() -> None:
+        raise Unavailable("gone")
+
+    provider.fail = gone
+    with pytest.raises(Unavailable):
+        local.link_speed((provider.groups[0], FORWARD), 1, provider.effect, Limits())
