@@ -3,8 +3,8 @@
 Provider and tenant are two hosts, joined by a link of 1 Gbit/s each way with a round trip of 1 ms or 20 ms
 (benchmarks/link.py). In this benchmark a delay is always the whole round trip, and the table shows the measured round
 trip. Both hosts share this machine's cores. With `lattice`, hints are fetched and masks and effects are made before the
-clock starts. With `off`, rows of the same size are sent without a mask. The two runs take turns. The benchmark needs
-permission to make network namespaces (root).
+clock starts: once with rows of 32 bits (`precision="exact"`), and once as by default. With `off`, rows of 32 bits are
+sent without a mask. The runs take turns. The benchmark needs permission to make network namespaces (root).
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 PROMPT_TOKENS, NEW_TOKENS = 16, 8
 SHAPE = (2, 64)
 ROUND_TRIPS_MS = (1.0, 20.0)
-MASKED, UNMASKED = "lattice", "off"
+UNMASKED, EXACT, SHORT = "off", "lattice, 32 bits", "lattice"
+OPTIONS: dict[str, dict[str, Any]] = {
+    UNMASKED: {"mask": "off"},
+    EXACT: {"mask": "lattice", "mask_options": {"background": False, "precision": "exact"}},
+    SHORT: {"mask": "lattice", "mask_options": {"background": False}},
+}
+"""The options of the tenants, by the name of the run."""
 WORK = {"decode": f"decode of {NEW_TOKENS} tokens", "step": f"fine-tuning step {SHAPE[0]}×{SHAPE[1]}"}
 
 
@@ -62,17 +68,16 @@ def step_of(client: Any) -> Callable[[], Any]:
     return step
 
 
-def tenant(url: str, folder: str, mask: str, work: str) -> None:
-    """Runs one tenant that decodes or fine-tunes, as a `Worker` process."""
+def tenant(url: str, folder: str, run: str, work: str) -> None:
+    """Runs one tenant that decodes or fine-tunes, as a `Worker` process; `run` is a key of OPTIONS."""
     import tenant_sdk
 
     tenant_sdk.tune()
 
     backward = work == "step"
     num_tokens = SHAPE[0] * SHAPE[1] if backward else PROMPT_TOKENS + NEW_TOKENS
-    options = {"background": False} if mask == MASKED else {}
     with tenant_sdk.TenantClient(
-        url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
+        url, identity=Path(folder) / "bench", arithmetic="ring", cache=folder, **OPTIONS[run]
     ) as client:
         client.fetch_hints(backward)
         unit = step_of(client) if backward else decode_of(client)
@@ -90,8 +95,8 @@ def run(
         options: options of `provider serve`.
 
     Returns:
-        One entry for each delay and kind of work: the round trip that was set, the measured one, the median seconds
-        with and without a mask, and the median of their ratio over the rounds.
+        One entry for each delay and kind of work: the round trip that was set, the measured one, the median seconds of
+        each run, and the medians over the rounds of the ratios masked / unmasked and by default / with 32 bits.
 
     Raises:
         NoNamespaces: this user or kernel cannot make two hosts.
@@ -105,35 +110,36 @@ def run(
         workers = {}
         with hosts.inside(1):  # the hints are fetched while there is no delay
             for work in WORK:
-                for mask in (UNMASKED, MASKED):
-                    workers[work, mask] = stack.enter_context(Worker(__name__, "tenant", url, folder, mask, work))
+                for name in OPTIONS:
+                    workers[work, name] = stack.enter_context(Worker(__name__, "tenant", url, folder, name, work))
         for delay in round_trips_ms:
             hosts.set_round_trip(delay)
             measured = hosts.measured_round_trip_ms(urlsplit(url).port or 0)
             for work in WORK:
-                both = {mask: workers[work, mask] for mask in (UNMASKED, MASKED)}
+                each = {name: workers[work, name] for name in OPTIONS}
                 seconds = interleaved(
-                    {mask: worker.run for mask, worker in both.items()}, rounds,
-                    before={mask: worker.prepare for mask, worker in both.items()},
+                    {name: worker.run for name, worker in each.items()}, rounds,
+                    before={name: worker.prepare for name, worker in each.items()},
                 )  # fmt: skip
                 found.append({
                     "delay_ms": delay, "measured_ms": measured, "work": work,
-                    "seconds": {mask: statistics.median(values) for mask, values in seconds.items()},
-                    "ratio": ratios(seconds, UNMASKED)[MASKED],
+                    "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+                    "ratio": ratios(seconds, UNMASKED)[SHORT],
+                    "saved": ratios(seconds, EXACT)[SHORT],
                 })  # fmt: skip
     return found
 
 
 def report(found: list[dict[str, Any]]) -> None:
     """Prints the results as a table."""
-    print("| round trip, ms (measured) | 1 Gbit/s each way | unmasked, s | masked, s | tokens/s, unmasked | masked "
-          "| masked / unmasked |\n|" + "---|" * 7)  # fmt: skip
+    print(f"| round trip, ms (measured) | 1 Gbit/s each way | {', s | '.join(OPTIONS)}, s | tokens/s, {SHORT} "
+          f"| {SHORT} / {UNMASKED} | {SHORT} / {EXACT} |\n|" + "---|" * 8)  # fmt: skip
     for each in found:
         tokens = NEW_TOKENS if each["work"] == "decode" else SHAPE[0] * SHAPE[1]
-        seconds = [each["seconds"][mask] for mask in (UNMASKED, MASKED)]
-        cells = [f"{value:.2f}" for value in seconds] + [f"{tokens / value:.2f}" for value in seconds]
+        seconds = [each["seconds"][name] for name in OPTIONS]
+        cells = [f"{value:.2f}" for value in seconds] + [f"{tokens / seconds[-1]:.2f}"]
         print(f"| {each['delay_ms']:g} ({each['measured_ms']:.1f}) | {WORK[each['work']]} | {' | '.join(cells)} "
-              f"| {each['ratio']:.2f} |")  # fmt: skip
+              f"| {each['ratio']:.2f} | {each['saved']:.2f} |")  # fmt: skip
 
 
 def main() -> None:
