@@ -17,7 +17,7 @@ from tests.support.parity import RELATIVE, adapted, batch, dequantised, grads, l
 from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
-STREAMED = {"hints": "stream", "background": False}
+STREAMED = {"hints": "stream", "background": False, "precision": "exact"}
 MASKS: dict[str, tuple[dict[str, Any], float]] = {
     "float": ({"mask": "off", "arithmetic": "float"}, RELATIVE),
     "ring": ({"mask": "off", "arithmetic": "ring"}, RELATIVE),

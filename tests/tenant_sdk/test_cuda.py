@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedW
 
 DEVICES = cpu_and("cuda")
 MASKS: dict[str, dict[str, Any]] = {
-    "lattice": {"mask": "lattice"},
+    "lattice": {"mask": "lattice", "mask_options": {"precision": "exact"}},
     "off": {"mask": "off", "arithmetic": "ring"},
 }
 

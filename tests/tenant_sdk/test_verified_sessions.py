@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load, save
 
 from noise.blocks.pool import Block
+from noise.options import DEFAULT_MASK, RING_ONLY
 from noise.verify import FAILED
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
@@ -108,7 +109,11 @@ class Site:
         return self.client(url, {"identity": identity, **options})
 
     def client(self, url: Any, options: dict[str, Any]) -> TenantClient:
+        """Returns a client. Under a mask its rows go unrounded, unless the options say how, so that the smallest lie is
+        one that can be sent, and results can be compared closely."""
         options = {"verify": self.folder, "cache": self.where / "cache", "progress": False, **options}
+        if options.get("mask", DEFAULT_MASK) in RING_ONLY:
+            options["mask_options"] = {"precision": "exact", **options.get("mask_options", {})}
         return self.open.enter_context(TenantClient(url, **options))
 
 
@@ -240,6 +245,23 @@ def test_a_lie_ends_the_session(site: Site, forger: Forger, transport: str, name
         step(model)
     assert str(failure.value) == FAILED
     assert forger.num_forged >= 1
+    assert_over(site, model, forger)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 12])
+@pytest.mark.parametrize("transport", ["inproc", "mtls"])
+def test_the_smallest_lie_about_a_short_row_ends_the_session(
+    site: Site, forger: Forger, transport: str, num_tokens: int
+) -> None:
+    """Numbers of 24 bits are multiples of 2^8 in memory, and no smaller difference can be sent."""
+    client = getattr(site, transport)(forger, mask_options={"precision": "balanced"})
+    model = adapted(client.load_model(), lora())
+    with torch.no_grad():
+        model(torch.full((1, num_tokens), 3))
+        forger.forge = lie(Purpose.PRODUCT, FORWARD, by=1 << 8, after=2)
+        with pytest.raises(VerificationFailed) as failure:
+            model(torch.full((1, num_tokens), 3))
+    assert str(failure.value) == FAILED
     assert_over(site, model, forger)
 
 
