@@ -30,7 +30,7 @@ from attacks.report.exit_status import exit_status
 from attacks.victim.tenant import KINDS
 from wire.errors import ConfigurationError
 
-MASKS = "off,gaussian-pool,lattice"
+MASKS = "off,gaussian-pool,lattice,lattice-rounded"
 _LOOK_S = 0.5
 _ENDING_S = 10.0
 """The seconds that a process has to end by itself after it has sent its results, and again after SIGTERM."""
@@ -400,5 +400,6 @@ def make_cases(scratch: Path, recording: Path, model: str, options: argparse.Nam
         if job.watched and run.mask == "lattice":
             drawn = draws.checks_from_json(json.loads((job.truth / f"{run.label}-draws.json").read_text()))
             notes.append(f"{run.label}: {draws.total_tests(drawn)} tests of what its masks are made of, from inside")
-        cases.append(Case(run.label, run.mask, seen_here, public, truth, sent, task, trained, draws=drawn))
+        mask = profiles.ROUNDED if run.label == profiles.ROUNDED else run.mask
+        cases.append(Case(run.label, mask, seen_here, public, truth, sent, task, trained, draws=drawn))
     return cases, notes

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from attacks.report.table import FAILED, KL, NO_CLAIM, OVERLAP, SHARE_CLAIMED, SHARE_TRIED, Result
 from attacks.victim.draws import Check, alarms
 
-PRIVATE_MASKS = ("lattice", "pad", "shares")
+PRIVATE_MASKS = ("lattice", "lattice-rounded", "pad", "shares")
 UNKNOWN = "unknown"
 """This name stands for a mask that is not known. Claims that are never wrong by chance then count, since the mask may
 be a private one."""

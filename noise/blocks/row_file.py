@@ -119,6 +119,7 @@ class RowFile:
         self._key = bytearray(os.urandom(_KEY_BYTES))
         self._file = file
         self._end = weakref.finalize(self, _close, file, self._key)
+        self._end.atexit = False  # A worker may still use the file then; the process's end closes it.
         self.reading, self.writing, self.places = threading.Lock(), threading.Lock(), threading.Lock()
         self._free = FreeRanges(num_bytes)
         self._unread: set[int] = set()

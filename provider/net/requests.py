@@ -344,7 +344,9 @@ class Outbox:
         reply, left = request.reply, request.reply_bytes
         if reply is None:
             return  # The request was cancelled or has expired.
-        for message in frame.frames(self._answered(request), frame.rows_bytes(reply, request.header.call.reply_bits)):
+        data = frame.rows_bytes(reply, request.header.call.reply_bits)
+        del reply  # The bytes keep its memory if they lie there, and packed bytes need it no more.
+        for message in frame.frames(self._answered(request), data):
             left -= len(message) - frame.HEADER_BYTES
             if not self._table.has(request):
                 return

@@ -92,6 +92,7 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     results = read(tmp_path)
     assert {(one.mask, one.arithmetic) for one in results} == {
         ("off", "float"), ("off", "ring"), ("gaussian-pool", "float"), ("lattice", "ring"),
+        ("lattice-rounded", "ring"),
     }  # fmt: skip
     assert verdict.standing(results) == []
     assert verdict.weakened(results) == []

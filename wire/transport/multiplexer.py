@@ -430,6 +430,7 @@ class Multiplexer:
             reply = request.reply.tensor()
         except InvalidTensor:
             raise MalformedFrame("a reply's rows do not end with zeros") from None
+        request.reply = None  # Its packed bytes are not needed any more.
         if self._forget(header.request_id) is not None:
             request.settle(reply)
 
