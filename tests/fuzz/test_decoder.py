@@ -96,7 +96,8 @@ class Receiver:
                 continue
             assert rows.shape == (header.rows, header.cols)
             assert rows.dtype == frame.DTYPES[header.call.arithmetic]
-            assert rows.numel() * 4 == header.total_bytes <= MAX_TENSOR_BYTES
+            assert payload_bytes(header.kind, header.call, *rows.shape) == header.total_bytes
+            assert rows.numel() * 4 <= MAX_TENSOR_BYTES
             rows.sum()  # reads every byte
 
 
@@ -107,9 +108,17 @@ def check_error(exc: VeilbaseError) -> None:
     assert isinstance(error_from_code(code_of(exc), 1), VeilbaseError)
 
 
+def call_of(group: int, direction: Direction, arithmetic: Arithmetic, purpose: Purpose, bits: int, short: bool) -> Call:
+    """Returns a call, whose numbers have the given width where there is a choice."""
+    if arithmetic is Arithmetic.FLOAT or purpose is Purpose.HINT:
+        return Call(group, direction, arithmetic, purpose)
+    return Call(group, direction, arithmetic, purpose, bits, 16 if short else bits)
+
+
 calls = st.builds(
-    Call, st.integers(0, 3), st.sampled_from(Direction), st.sampled_from(Arithmetic), st.sampled_from(Purpose)
-)
+    call_of, st.integers(0, 3), st.sampled_from(Direction), st.sampled_from(Arithmetic), st.sampled_from(Purpose),
+    st.sampled_from((24, 26, 28, 32)), st.booleans(),
+)  # fmt: skip
 
 
 @st.composite
@@ -118,6 +127,9 @@ def tensor_messages(draw: st.DrawFn) -> list[bytes]:
     num_rows, cols = draw(st.integers(0, 8)), draw(st.integers(1, 8))
     kind, call = draw(st.sampled_from([FrameType.REQUEST, FrameType.REPLY])), draw(calls)
     data = bytes(range(256))[: num_rows * cols * 4]
+    if data and frame.bits_of(kind, call) < 32:
+        rows = torch.frombuffer(bytearray(data), dtype=torch.int32).view(num_rows, cols)
+        data = bytes(frame.rows_bytes(rows, frame.bits_of(kind, call)))
     if kind is FrameType.REQUEST and call.purpose is Purpose.HINT:
         data = bytes(range(32)) + struct.pack("<QQ", draw(st.integers(0, 2**40 - num_rows)), num_rows)
     header = Header(kind, draw(st.integers(0, 2)), call, num_rows, cols, 0, len(data), 1000)
@@ -136,7 +148,7 @@ OTHERS = st.sampled_from(
 )
 FIELDS = [
     (0, "B"), (1, "B"), (2, "B"), (3, "B"), (4, "I"), (8, "Q"), (16, "I"), (20, "I"), (24, "Q"), (32, "Q"), (40, "I"),
-    (44, "H"), (46, "H"),
+    (44, "H"), (46, "B"), (47, "B"),
 ]  # fmt: skip
 
 
@@ -209,7 +221,9 @@ def test_valid_streams_pass(messages: list[bytes]) -> None:
     if isinstance(rows, SeededRows):
         assert (rows.seed, rows.num_rows) == (bytes(range(32)), header.rows)
     else:
-        assert rows.contiguous().view(-1).view(torch.uint8).tolist() == list(range(header.total_bytes))
+        sent = b"".join(bytes(frame.parse(message)[1]) for message in messages)
+        assert bytes(frame.rows_bytes(rows, frame.bits_of(header.kind, header.call))) == sent
+        assert len(sent) == header.total_bytes
 
 
 @given(

@@ -56,7 +56,8 @@ def rows_of(team: Team, call: Call, num_rows: int) -> Rows:
 
 def calls(team: Team) -> list[Call]:
     """Returns every possible call."""
-    pairs = [(RING, purpose) for purpose in Purpose] + [(FLOAT, Purpose.PRODUCT), (FLOAT, Purpose.EFFECT)]
+    served = [purpose for purpose in Purpose if purpose is not Purpose.WEIGHTS]
+    pairs = [(RING, purpose) for purpose in served] + [(FLOAT, Purpose.PRODUCT), (FLOAT, Purpose.EFFECT)]
     return [Call(group.info.id, way, *pair) for group in team.whole.groups for way in Direction for pair in pairs]
 
 
