@@ -53,7 +53,7 @@ ANSWERS = 1_700
 """The number of answers of a run, unless another one is given. On two cores without other work they take 10 minutes."""
 KILL_EVERY = 140
 """The number of answers from one death of the provider to the next."""
-LOAD_EVERY, READ_EVERY = 20, 20
+LOAD_EVERY, READ_EVERY = 15, 15
 """The most answers, on average over each third of the run, from one load onto the device to the next, and from one read
 from disk to the next. On two cores without other work they were about 4 and 2."""
 FAILED_EACH = 4 * AT_A_TIME
