@@ -217,7 +217,12 @@ def opened(folder: Path, url: str) -> Iterator[TenantClient]:
     import tenant_sdk
 
     with tenant_sdk.TenantClient(
-        url, identity=folder / "bench", mask="lattice", cache=folder / "cache", progress=False
+        url,
+        identity=folder / "bench",
+        mask="lattice",
+        cache=folder / "cache",
+        progress=False,
+        mask_options={"precision": "exact"},  # With a larger error fewer tokens could be compared.
     ) as client:
         yield client
 

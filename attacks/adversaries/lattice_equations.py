@@ -146,7 +146,7 @@ def attack_no_error(view: View, model: PublicModel, opened: Opened | None = None
     left = BUDGET
     claims: list[Claim] = []
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
-    for stream in streams(view, opened) if seeds else ():
+    for stream in streams(view, opened, only_whole=True) if seeds else ():
         for seed in seeds:
             num_features = min(stream.num_features, seed.num_rows + SURPLUS)  # all wider layers use the same system
             num_rows = -(-(seed.num_rows + SURPLUS) // num_features)
@@ -259,7 +259,7 @@ def attack_tiny_error(view: View, model: PublicModel, opened: Opened | None = No
     claims: list[Claim] = []
     left = TINY_ERROR_BUDGET
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= TINY_ERROR_MOST_DIMENSION]
-    for stream in streams(view, opened) if seeds and left > 0 else ():
+    for stream in streams(view, opened, only_whole=True) if seeds and left > 0 else ():
         share = left // 2 + 1  # a stream gets half of what is left, so none uses it all
         for seed in seeds:
             for degree in ring_degrees(seed.num_rows):
@@ -387,7 +387,7 @@ def attack_shared_error(view: View, model: PublicModel, opened: Opened | None = 
     claims: list[Claim] = []
     left = MOST_WINDOW_PAIRS
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
-    for stream in streams(view, opened, forward_first=True) if seeds else ():
+    for stream in streams(view, opened, forward_first=True, only_whole=True) if seeds else ():
         for seed in seeds:
             num_features = min(stream.num_features, seed.num_rows + SURPLUS)
             num_rows = -(-(seed.num_rows + SURPLUS) // num_features)

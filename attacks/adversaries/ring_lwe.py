@@ -25,6 +25,7 @@ from attacks.seen.view import Message, View
 from noise.params import MAX_RANK, MAX_RING_DEGREE, PARAMETERS
 from wire.errors import VeilbaseError
 from wire.ring.seeded_rows import SeededRows
+from wire.ring.widths import FULL_BITS
 
 MODULUS = 1 << 32
 SMALL = 1 << 24
@@ -236,7 +237,9 @@ class Stream:
         ]
 
 
-def streams(view: View, opened: Opened | None = None, forward_first: bool = False) -> Iterator[Stream]:
+def streams(
+    view: View, opened: Opened | None = None, forward_first: bool = False, only_whole: bool = False
+) -> Iterator[Stream]:
     """Yields the rows to attack, one `Stream` for each group and direction. Gradients and groups with high ids
     come first, because the gradients of these groups are zero at positions without a label.
 
@@ -245,10 +248,12 @@ def streams(view: View, opened: Opened | None = None, forward_first: bool = Fals
         opened: rows that are known already; if given, only groups and directions with such rows are yielded.
         forward_first: whether the order is reversed, for attacks that need the same rows twice: groups with low ids
             receive them whenever a prompt is repeated.
+        only_whole: whether messages are left out whose numbers were rounded, for attacks that solve the lowest bits.
+            What rounding leaves has an error of its own there.
     """
     by_place: dict[tuple[str, int], list[Message]] = {}
     for message in view.with_tensors().products():
-        if message.arithmetic == "ring":
+        if message.arithmetic == "ring" and (message.bits == FULL_BITS or not only_whole):
             by_place.setdefault((message.direction, message.group), []).append(message)
     left = MOST_BYTES
     order = sorted(((d != "backward", -g), (d, g)) for d, g in by_place)
