@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import sys
@@ -220,6 +221,30 @@ _CONNECTION: dict[str, Any] = {
 """The types of the options of `_client`, by name."""
 
 
+def _takes_connection(run: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `_client`, in place of its parameter `connection`, in which it gets them."""
+    own = inspect.signature(run, eval_str=True).parameters
+    options = {
+        name: inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default="" if kind is Mask else None, annotation=kind
+        )
+        for name, kind in _CONNECTION.items()
+    }
+
+    def command(**given: Any) -> None:
+        connection = {name: given.pop(name) for name in _CONNECTION}
+        run(**given, connection=connection)
+
+    parameters = [
+        shown.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, each in own.items()
+        for shown in (options.values() if name == "connection" else (each,))
+    ]
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
 @app.command(cls=Command)
 @takes_recipe(_CONNECTION)
 def finetune(recipe: Any) -> None:
@@ -277,20 +302,10 @@ def _until_ctrl_c() -> Iterator[None]:
 
 
 @app.command(cls=Command)
+@_takes_connection
 def generate(
     prompt: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
-    url: Url = None,
-    identity: Identity = None,
-    mask: Mask = "",
-    verify: Verify = None,
-    parameters: Parameters = None,
-    hints: Hints = None,
-    pool: Pool = None,
-    precision: Precision = None,
-    tokenizer: Tokenizer = None,
-    pad_rows: PadRows = None,
-    accept_change: AcceptChange = None,
-    peer_uid: PeerUid = None,
+    connection: dict[str, Any],
     adapter: Annotated[Path | None, typer.Option(help="Adapter folder; default: the base model.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Length limit.", show_default="128, or what the context leaves")
@@ -310,11 +325,7 @@ def generate(
         adapter_folder(adapter)
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
-    client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
-        pool=pool, precision=precision,
-        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
-    )  # fmt: skip
+    client = _client(**connection)
     with client:
         client.generate(
             text, adapter, max_new_tokens, on_text=lambda piece: _show(piece, nl=False), fixed_length=fixed_length
@@ -324,21 +335,11 @@ def generate(
 
 @app.command(cls=Command)
 @takes_flags(StoreOptions)
+@_takes_connection
 def chat(
     *,
     options: dict[str, Any],
-    url: Url = None,
-    identity: Identity = None,
-    mask: Mask = "",
-    verify: Verify = None,
-    parameters: Parameters = None,
-    hints: Hints = None,
-    pool: Pool = None,
-    precision: Precision = None,
-    tokenizer: Tokenizer = None,
-    pad_rows: PadRows = None,
-    accept_change: AcceptChange = None,
-    peer_uid: PeerUid = None,
+    connection: dict[str, Any],
     adapters: Annotated[Path | None, typer.Option(help="Folder of adapters, a subfolder each.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Length limit of an answer.", show_default="128, or what the context leaves")
@@ -348,11 +349,7 @@ def chat(
     _check_options(adapters, options, check_store_early)
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
-    client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
-        pool=pool, precision=precision,
-        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
-    )  # fmt: skip
+    client = _client(**connection)
     from tenant_sdk.terminal import talk
 
     with client:
@@ -387,21 +384,11 @@ def _typed_lines() -> Iterator[str]:
 
 @app.command(cls=Command)
 @takes_flags(*OPTION_KINDS)
+@_takes_connection
 def serve(
     *,
     options: dict[str, Any],
-    url: Url = None,
-    identity: Identity = None,
-    mask: Mask = "",
-    verify: Verify = None,
-    parameters: Parameters = None,
-    hints: Hints = None,
-    pool: Pool = None,
-    precision: Precision = None,
-    tokenizer: Tokenizer = None,
-    pad_rows: PadRows = None,
-    accept_change: AcceptChange = None,
-    peer_uid: PeerUid = None,
+    connection: dict[str, Any],
     adapters: Annotated[Path | None, typer.Option(help="Folder of adapters, a subfolder each.")] = None,
     host: Annotated[
         str,
@@ -438,46 +425,27 @@ def serve(
 
     settings = serving_settings(
         host=host, port=port, api_key_file=api_key_file, tls_cert=tls_cert, tls_key=tls_key, unverified=unverified,
-        release_values=release_values, is_verified=verify is not None,
+        release_values=release_values, is_verified=connection["verify"] is not None,
     )  # fmt: skip
     check_port(settings)
     _check_options(adapters, options, options_given)
-    if precision is None and mask in ("", "lattice"):
-        precision = "exact"  # What rounding takes from a row would make all numbers that may be shown coarser.
-    client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
-        pool=pool, precision=precision,
-        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
-    )  # fmt: skip
+    if connection["precision"] is None and connection["mask"] in ("", "lattice"):
+        connection["precision"] = "exact"  # Rounded rows would make all numbers that may be shown coarser.
+    client = _client(**connection)
     with client:
         serve_command(client, adapters, settings, _show, **options)
 
 
 @app.command(cls=Command)
+@_takes_connection
 def explain(
-    url: Url = None,
-    identity: Identity = None,
-    mask: Mask = "",
-    verify: Verify = None,
-    parameters: Parameters = None,
-    hints: Hints = None,
-    pool: Pool = None,
-    precision: Precision = None,
-    tokenizer: Tokenizer = None,
-    pad_rows: PadRows = None,
-    accept_change: AcceptChange = None,
-    peer_uid: PeerUid = None,
+    connection: dict[str, Any],
     everything: Annotated[
         bool, typer.Option("--all", help="Tell also what DoRA, other kinds of adapters and fine-tuning show.")
     ] = False,
 ) -> None:
     """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
-    client = _client(
-        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, hints=hints,
-        pool=pool, precision=precision,
-        tokenizer=tokenizer, pad_rows=pad_rows, accept_change=accept_change, peer_uid=peer_uid,
-    )  # fmt: skip
-    with client:
+    with _client(**connection) as client:
         client.explain(everything)
 
 
