@@ -426,11 +426,16 @@ class ProviderService:
             self._executor.look()
             self._refusals.look()
             self.name_expired(time.monotonic())
-            for session in self.sessions:
-                try:
-                    session.sweep(time.monotonic())
-                except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
-                    _LOGGER.error("a sweep of %s failed: %s", session.tenant, type(exc).__name__)
+            self._sweep_sessions()
+
+    def _sweep_sessions(self) -> None:
+        """Sweeps each stream once. This is apart from the loop, in which the last session would live on after its
+        end."""
+        for session in self.sessions:
+            try:
+                session.sweep(time.monotonic())
+            except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
+                _LOGGER.error("a sweep of %s failed: %s", session.tenant, type(exc).__name__)
 
     def name_expired(self, now: float) -> None:
         """Logs each tenant whose certificate has expired, once. TLS refuses such a tenant before it has a name."""
