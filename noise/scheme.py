@@ -223,6 +223,28 @@ def error_bounds(call: Call, request_cols: int, error_bound: float, slack: float
     return (error_bound + moved) * math.sqrt(request_cols), slack + reply_moved
 
 
+def encode_for_mask(
+    group: GroupSpec,
+    direction: Direction,
+    rows: torch.Tensor,
+    precision: str,
+    error_bound: float = 0.0,
+    slack: float = 0.0,
+) -> tuple[Call, torch.Tensor, torch.Tensor]:
+    """Scales rows that a mask will hide and that are rounded afterwards; see `encode_rows` for shapes and errors.
+
+    Args:
+        precision: one of `noise.options.PRECISIONS`.
+        error_bound, slack: see `error_bounds`.
+
+    Returns:
+        The call of the rows, whose bits the masked rows must be rounded to, the ring rows, and their scales.
+    """
+    call = product_call(group, direction, precision)
+    bounds = error_bounds(call, group.widths(direction)[0], error_bound, slack)
+    return call, *encode_rows(group, direction, rows, *bounds)
+
+
 class RowEncoder:
     """Encodes a single row into its message. A mask does this for each of the hundred calls of a decode step, so it
     must be fast."""

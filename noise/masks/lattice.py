@@ -46,9 +46,7 @@ from noise.scheme import (
     RowEncoder,
     WeightOf,
     decode_rows,
-    encode_rows,
-    error_bounds,
-    product_call,
+    encode_for_mask,
 )
 from noise.staging import on_device, on_host
 from wire.errors import ConfigurationError, MaskError
@@ -237,10 +235,8 @@ class Lattice:
         row = self._row_encoder.encode(group, direction, rows)
         if row is not None:
             return self._mask_row(group, direction, row)
-        request_cols, _ = group.widths(direction)
-        call = product_call(group, direction, self.precision)
-        bounds = error_bounds(call, request_cols, self._error_bound, self._slack)
-        encoded, scales = encode_rows(group, direction, rows, *bounds)  # This raises before a mask row is used up.
+        # This raises an error before a mask row is used up.
+        call, encoded, scales = encode_for_mask(group, direction, rows, self.precision, self._error_bound, self._slack)
         mask, effect = self.pool.take(group, direction, rows.shape[0])
         if mask.is_cuda:
             for each in (mask, effect):  # The caller's stream may be another one than that of the pool's thread.

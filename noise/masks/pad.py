@@ -23,9 +23,7 @@ from noise.scheme import (
     Message,
     WeightOf,
     decode_rows,
-    encode_rows,
-    error_bounds,
-    product_call,
+    encode_for_mask,
 )
 from noise.staging import on_device, on_host
 from wire.errors import ConfigurationError
@@ -80,9 +78,8 @@ class Pad:
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Adds fresh pad rows; see `MaskScheme.mask`."""
-        call = product_call(group, direction, self.precision)
-        bounds = error_bounds(call, group.widths(direction)[0], 0.0, 0.0)
-        encoded, scales = encode_rows(group, direction, rows, *bounds)  # This raises before a pad row is used up.
+        # This raises an error before a pad row is used up.
+        call, encoded, scales = encode_for_mask(group, direction, rows, self.precision)
         pad, effect = self.pool.take(group, direction, rows.shape[0])
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -19,9 +19,7 @@ from noise.scheme import (
     Masked,
     Message,
     decode_rows,
-    encode_rows,
-    error_bounds,
-    product_call,
+    encode_for_mask,
 )
 from noise.staging import on_host
 from wire.errors import MaskError
@@ -60,9 +58,8 @@ class Shares:
         """Splits the rows into two shares, one for each provider; see `MaskScheme.mask`."""
         if self._closed:
             raise MaskError("this mask was closed")
-        call = product_call(group, direction, self.precision)
-        bounds = error_bounds(call, rows.shape[1], 0.0, 0.0)
-        encoded, scales = encode_rows(group, direction, rows, *bounds)  # This raises before a seed is spent.
+        # This raises an error before a seed is spent.
+        call, encoded, scales = encode_for_mask(group, direction, rows, self.precision)
         share = SeededRows(self._fresh_seed(), 0, rows.shape[0])
         with on_host(encoded) as here:
             hidden = rounded(here - share.expand(rows.shape[1]), call.bits)

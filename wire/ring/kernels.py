@@ -317,11 +317,7 @@ def pack(rows: torch.Tensor, bits: int, packed: memoryview) -> None:
         for first, count in tiles:
             library.veilbase_pack(start + 4 * stride * first, stride, count, d, bits, to + row_bytes * first)
 
-    tiles = row_tiles(num_rows, d)
-    if len(tiles) == 1:
-        work(iter(tiles))
-    else:
-        share(work, tiles)
+    share(work, row_tiles(num_rows, d))
 
 
 def unpack(packed: memoryview, bits: int, rows: torch.Tensor) -> bool:
@@ -356,11 +352,7 @@ def unpack(packed: memoryview, bits: int, rows: torch.Tensor) -> bool:
         for first, count in tiles:
             ends.append(library.veilbase_unpack(start + row_bytes * first, count, d, bits, to + 4 * d * first))
 
-    tiles = row_tiles(num_rows, d)
-    if len(tiles) == 1:
-        work(iter(tiles))
-    else:
-        share(work, tiles)
+    share(work, row_tiles(num_rows, d))
     return not any(ends)
 
 
@@ -386,11 +378,7 @@ def add(to: torch.Tensor, rows: torch.Tensor, bits: int) -> None:
         for first, count in tiles:
             library.veilbase_add(start + 4 * d * first, end + 4 * d * first, count * d, bits)
 
-    tiles = row_tiles(num_rows, d)
-    if len(tiles) == 1:
-        work(iter(tiles))
-    else:
-        share(work, tiles)
+    share(work, row_tiles(num_rows, d))
 
 
 def _packed_row_bytes(d: int, bits: int) -> int:
