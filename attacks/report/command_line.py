@@ -400,6 +400,5 @@ def make_cases(scratch: Path, recording: Path, model: str, options: argparse.Nam
         if job.watched and run.mask == "lattice":
             drawn = draws.checks_from_json(json.loads((job.truth / f"{run.label}-draws.json").read_text()))
             notes.append(f"{run.label}: {draws.total_tests(drawn)} tests of what its masks are made of, from inside")
-        mask = profiles.ROUNDED if run.label == profiles.ROUNDED else run.mask
-        cases.append(Case(run.label, mask, seen_here, public, truth, sent, task, trained, draws=drawn))
+        cases.append(Case(run.label, run.shown or run.mask, seen_here, public, truth, sent, task, trained, draws=drawn))
     return cases, notes

@@ -60,7 +60,8 @@ def runs(masks: str) -> list[Run]:
             label = name if arithmetic is None else f"{name}-{arithmetic}"
             mask = "lattice" if name == ROUNDED else name
             options = {"precision": "exact"} if name == "lattice" else {}
-            found.append(Run(label=label, identity=Path(), mask=mask, arithmetic=arithmetic, mask_options=options))
+            run = Run(label=label, identity=Path(), mask=mask, arithmetic=arithmetic, mask_options=options, shown=name)
+            found.append(run)
     return found
 
 

@@ -23,12 +23,18 @@ KINDS = {"lora": "LoraConfig", "ia3": "IA3Config", "oft": "OFTConfig", "boft": "
 
 
 class Run(BaseModel):
-    """Describes one run under a mask. `label` names the run in reports, and `identity` is a folder that `provider
-    enroll` made."""
+    """Describes one run under a mask.
+
+    Attributes:
+        label: the run's own name, that of its tenant.
+        identity: a folder that `provider enroll` made.
+        shown: how reports name the mask with its options; empty for `mask`.
+    """
 
     label: str
     identity: Path
     mask: str
+    shown: str = ""
     arithmetic: str | None = None
     mask_options: dict[str, Any] = {}
 

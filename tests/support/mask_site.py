@@ -35,6 +35,13 @@ about 400. So the relative error is 1e-5. If the errors of nine groups all added
 them, the sum would be 1e-4."""
 
 
+def unrounded(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns a client's options, with those of a mask on integers that send all 32 bits, unless they say how many."""
+    if options.get("mask", DEFAULT_MASK) not in RING_ONLY:
+        return options
+    return {**options, "mask_options": {"precision": "exact", **options.get("mask_options", {})}}
+
+
 class Watched(WrappedModel):
     """Serves a model over either transport, and keeps the rows that it receives."""
 
@@ -108,8 +115,7 @@ class Site:
     def _client(self, url: Any, options: dict[str, Any]) -> TenantClient:
         """Returns a client whose rows go unrounded, unless the options say how, so that results can be compared
         closely."""
-        if options.get("mask", DEFAULT_MASK) in RING_ONLY:
-            options = {**options, "mask_options": {"precision": "exact", **options.get("mask_options", {})}}
+        options = unrounded(options)
         client = TenantClient(url, **{"cache": self.folder / "cache", "progress": False, **options})
         return self.open.enter_context(client)
 

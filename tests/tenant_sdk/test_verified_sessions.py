@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load, save
 
 from noise.blocks.pool import Block
-from noise.options import DEFAULT_MASK, RING_ONLY
 from noise.verify import FAILED
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
@@ -24,6 +23,7 @@ from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import Session
 from tests.support.false_providers import Liar
 from tests.support.lattice import TOY_OPTIONS
+from tests.support.mask_site import unrounded
 from tests.support.parity import adapted, batch, grads, relative
 from tests.support.providers import WrappedModel, make_served_model, serving
 from tests.support.reachable import reachable
@@ -112,9 +112,7 @@ class Site:
         """Returns a client. Under a mask its rows go unrounded, unless the options say how, so that the smallest lie is
         one that can be sent, and results can be compared closely."""
         options = {"verify": self.folder, "cache": self.where / "cache", "progress": False, **options}
-        if options.get("mask", DEFAULT_MASK) in RING_ONLY:
-            options["mask_options"] = {"precision": "exact", **options.get("mask_options", {})}
-        return self.open.enter_context(TenantClient(url, **options))
+        return self.open.enter_context(TenantClient(url, **unrounded(options)))
 
 
 @pytest.fixture
