@@ -212,6 +212,7 @@ def attack_and_report(options: argparse.Namespace, chosen: Sequence[Adversary], 
             cases, notes = _recorded(options)
         else:
             cases, notes = make_cases(Path(scratch), Path(recording), model, options)
+        notes += _rounded(cases)
         results = attack_all(cases, chosen, options.out, len(os.sched_getaffinity(0)) if is_tiny else 1)
     _say(f"controls of {len(chosen)} adversaries")
     try:
@@ -362,6 +363,21 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
             )
         cases.append(Case(name, options.masks or verdict.UNKNOWN, seen, public, truth, [], None, tenant=name))
     return cases, notes
+
+
+def _rounded(cases: Sequence[Case]) -> list[str]:
+    """Returns a note for each case with rounded rows: which adversaries leave these out."""
+    from wire.ring.widths import FULL_BITS
+
+    notes = []
+    for case in cases:
+        bits = {message.bits for message in case.view.products() if message.arithmetic == "ring"} - {FULL_BITS}
+        if bits:
+            notes.append(
+                f"{case.label}: rows were rounded to {', '.join(map(str, sorted(bits)))} bits; no-error, tiny-error "
+                "and shared-error solve the lowest of 32 bits, and leave these rows out"
+            )
+    return notes
 
 
 def make_cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,12 +42,15 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def record(model: Path, tmp_path: Path, no_controls: None) -> Record:
-    def run(name: str = "seen", prompts: list[list[int]] = PROMPTS, limit: int = 1 << 30, layers: str = "") -> Path:
+    def run(
+        name: str = "seen", prompts: list[list[int]] = PROMPTS, limit: int = 1 << 30, layers: str = "", **options: Any
+    ) -> Path:
+        options = options or {"mask": "off", "arithmetic": "float"}
         served = serve_model(load(resolve(str(model))), recording=True)
         served_model = ServedModel(served, Recorder(tmp_path / name, served.manifest, limit, layers))
         with serving(served_model) as server:
             url = f"grpc://127.0.0.1:{server.port}"
-            with TenantClient(url, mask="off", arithmetic="float", cache=tmp_path / "cache") as client, torch.no_grad():
+            with TenantClient(url, cache=tmp_path / "cache", **options) as client, torch.no_grad():
                 tenant = client.load_model()
                 for prompt in prompts:
                     tenant(torch.tensor([prompt]))
@@ -76,6 +80,16 @@ def test_a_whole_recording_is_read(record: Record, model: Path, capsys: pytest.C
     (file,) = (view.parent / "out" / "stolen").rglob("prompts.json")
     tokenizer = load(resolve(str(model))).tokenizer
     assert [one["text"] for one in json.loads(file.read_text())] == [tokenizer.decode(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("precision", ["balanced", "exact"])
+def test_who_leaves_rounded_rows_out_is_said(
+    record: Record, model: Path, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
+    view = record(mask="lattice", mask_options={"precision": precision, "background": False})
+    assert attack(view, model, "--masks", "lattice") == 0
+    said = "local: rows were rounded to 24 bits; no-error, tiny-error and shared-error"
+    assert (said in capsys.readouterr().out) == (precision == "balanced")
 
 
 def test_an_adapter_lets_it_be_judged(record: Record, model: Path, tmp_path: Path) -> None:
