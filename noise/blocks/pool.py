@@ -500,20 +500,25 @@ class MaskPool:
     def _may_hold(self, record: Record) -> bool:
         return self.file is not None and self._held_bytes + record.num_bytes <= self.file.held_bytes
 
+    def _next_or_wait(self, find: Callable[[], Result | None]) -> Result | None:
+        """Returns what `find`, which is called under the lock, finds at once or after at most a second; None if that is
+        nothing, or if the pool is closed."""
+        with self._state:
+            found = find()
+            if found is None and not self._closed:
+                self._state.wait(1.0)
+                found = find()
+            return None if self._closed else found
+
     def _read_one(self) -> bool:
         """Reads ahead for at most one shelf, which is one round of the reader. Returns False if the pool was closed."""
-        with self._state:
-            shelf = self._next_read()
-            if shelf is None and not self._closed:
-                self._state.wait(1.0)
-                shelf = self._next_read()
-            if self._closed:
-                return False
-        if shelf is not None:
-            try:
-                self._read(shelf, max(1, shelf.rows_a_call), ahead=True)
-            except (VeilbaseError, MemoryError) as exc:
-                shelf.failure = exc.with_traceback(None)  # Its frames hold the pool.
+        shelf = self._next_or_wait(self._next_read)
+        if shelf is None:
+            return not self._closed
+        try:
+            self._read(shelf, max(1, shelf.rows_a_call), ahead=True)
+        except (VeilbaseError, MemoryError) as exc:
+            shelf.failure = exc.with_traceback(None)  # Its frames hold the pool.
         return True
 
     def _read(self, shelf: _Shelf, num_rows: int, ahead: bool = False) -> None:
@@ -632,17 +637,12 @@ class MaskPool:
 
     def _refill_one(self) -> bool:
         """Refills at most one shelf, which is one round of the worker thread. Returns False if the pool was closed."""
-        with self._state:
-            found = self._next_wanted()
-            if found is None and not self._closed:
-                self._state.wait(1.0)
-                found = self._next_wanted()
-            if self._closed:
-                return False
-        if found is not None:
-            # The error is dropped here: the thread that needs the rows will make them and get the error itself.
-            with contextlib.suppress(Exception):
-                self._fill(*found)
+        found = self._next_or_wait(self._next_wanted)
+        if found is None:
+            return not self._closed
+        # The error is dropped here: the thread that needs the rows will make them and get the error itself.
+        with contextlib.suppress(Exception):
+            self._fill(*found)
         return True
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:

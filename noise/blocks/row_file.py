@@ -177,7 +177,7 @@ class RowFile:
             MaskError: the file was closed, or this is a forked child (`MaskReused`).
         """
         self._origin.check()
-        parts = _bytes_of(mask), _bytes_of(effect)
+        parts = bytes_of(mask), bytes_of(effect)
         num_bytes = sum(len(each) for each in parts)
         place = self._take_place(num_bytes)
         if place is None:
@@ -196,7 +196,7 @@ class RowFile:
                 for part in parts:
                     begin += encryptor.update_into(part, self._write_buffer[begin : begin + len(part)])
                 encryptor.finalize()
-                _write_all(self._file.fileno(), self._write_buffer[:num_bytes], place)
+                write_all(self._file.fileno(), self._write_buffer[:num_bytes], place)
                 self._unread.add(number)
             return Record(place, number, group, direction, *forms, num_bytes, encryptor.tag)
         except BaseException:
@@ -247,7 +247,7 @@ class RowFile:
             decryptor.authenticate_additional_data(record.identity)
             begin = 0
             for each in made:
-                part = _bytes_of(each)
+                part = bytes_of(each)
                 begin += decryptor.update_into(encrypted[begin : begin + len(part)], part)
             decryptor.finalize()
         except InvalidTag:
@@ -329,12 +329,13 @@ def empty_rows(dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         return whole.view(-1).view(torch.uint8)[:num_bytes].view(dtype).view(shape)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a tensor on the CPU; writing to them changes the tensor if it is contiguous."""
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _write_all(fd: int, data: memoryview, place: int) -> None:
+def write_all(fd: int, data: memoryview, place: int) -> None:
+    """Writes all of `data` to an open file, from byte `place` on. Raises OSError as `os.pwrite` does."""
     while data:
         written = os.pwrite(fd, data, place)
         data, place = data[written:], place + written

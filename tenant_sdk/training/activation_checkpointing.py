@@ -62,6 +62,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from noise.blocks.row_file import bytes_of, write_all
 from noise.disk.private_files import is_in_memory, make_private_folder
 from runtime.memory import free_memory
 from tenant_sdk.kinds.register import features_of_kinds
@@ -157,13 +158,13 @@ class ReplyStore:
         start, number = self._end, self._num_records
         self._grow(start + num_bytes)
         self._num_records += 1
-        plain = _bytes_of(reply.detach().cpu())
+        plain = bytes_of(reply.detach().cpu())
         with self._disk() as file:
             encryptor = Cipher(algorithms.AES(self._key), modes.GCM(_nonce(number))).encryptor()
             for begin in range(0, num_bytes, _PIECE_BYTES):
                 part = plain[begin : begin + _PIECE_BYTES]
                 encryptor.update_into(part, self._piece)
-                _write_all(file.fileno(), memoryview(self._piece)[: len(part)], start + begin)
+                write_all(file.fileno(), memoryview(self._piece)[: len(part)], start + begin)
             encryptor.finalize()
         self._end = start + num_bytes  # a reply that was dropped meanwhile may have set it to 0
         self._on_disk += 1
@@ -181,7 +182,7 @@ class ReplyStore:
         Raises:
             StorageError: the file cannot be read, or its bytes are not those that were written.
         """
-        plain = _bytes_of(into)
+        plain = bytes_of(into)
         with self._lock, self._disk() as file:
             decryptor = Cipher(algorithms.AES(self._key), modes.GCM(_nonce(number), tag)).decryptor()
             for begin in range(0, len(plain), _PIECE_BYTES):
@@ -269,17 +270,6 @@ class _OnDisk(KeptReply):
 
 def _nonce(number: int) -> bytes:
     return number.to_bytes(_NONCE_BYTES, "big")
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a tensor on the CPU; writing to them changes the tensor if it is contiguous."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _write_all(fd: int, data: memoryview, start: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, start)
-        data, start = data[written:], start + written
 
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
