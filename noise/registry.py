@@ -3,7 +3,6 @@ with an error of one sentence."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES, default_bytes, default_disk_bytes
 from noise.blocks.row_file import RowFile
+from noise.disk.private_files import free_bytes
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
 from noise.ledger.ledger import Ledger
 from noise.masks import gaussian_pool, off
@@ -158,14 +158,8 @@ def _make_pool(
         return default if pool_bytes is None else pool_bytes, None
     folder = setting.pool_folder or setting.hints_folder.with_name("masks")
     if pool_bytes is None:
-        pool_bytes = default_disk_bytes(setting.features, None if is_steady else _free_disk(folder))
+        pool_bytes = default_disk_bytes(setting.features, None if is_steady else free_bytes(folder))
     return pool_bytes, RowFile(folder, pool_bytes)
-
-
-def _free_disk(folder: Path) -> int:
-    """Returns the free bytes of the disk on which a folder is or will be."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
-    return shutil.disk_usage(there).free
 
 
 def make_pad(

@@ -30,10 +30,14 @@ def prefetch_hints(
         manifest, folder: the provider's manifest and its bundle's folder.
         directions: FORWARD, and BACKWARD for fine-tuning.
         progress: whether to show a bar.
+
+    Raises:
+        ConfigurationError: the disk has no room for them; none was fetched.
     """
     if not isinstance(scheme, Lattice) or not scheme.keeps_hints:
         return
     wanted = list(_pairs(manifest, folder, directions))
+    scheme.check_room(wanted)
     what = "computing hints" if scheme.computes_hints else "fetching hints"
     with counting(what, progress and not scheme.has_hints(wanted)) as report:
         for done, (group, direction) in enumerate(wanted, 1):

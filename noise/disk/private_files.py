@@ -102,6 +102,12 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
 
+def free_bytes(folder: Path) -> int:
+    """Returns the free bytes of the disk on which a folder is or will be."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    return shutil.disk_usage(there).free
+
+
 def make_private_folder(folder: Path) -> None:
     """Makes a folder and its missing parents with mode 0700. Folders that exist stay as they are.
 

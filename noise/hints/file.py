@@ -335,6 +335,10 @@ def _damaged(path: Path, why: str) -> MaskError:
     return MaskError(f"the hint file {path} cannot be used: {why}; delete it, and it will be made again")
 
 
+ELSEWHERE = "free some space, choose another folder, or use hints='stream'"
+"""What a user may do whose disk has no room for hints."""
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path, needed_bytes: int) -> Iterator[None]:
     """Returns a context that turns an operating system's error into a ConfigurationError, whose one line says what to
@@ -343,8 +347,7 @@ def disk_errors(path: Path, needed_bytes: int) -> Iterator[None]:
         yield
     except OSError as exc:
         raise ConfigurationError(
-            f"cannot store {needed_bytes / 1e6:.0f} MB of hints in {path.parent}: {exc.strerror}; "
-            "free some space, choose another folder, or use hints='stream'"
+            f"cannot store {needed_bytes / 1e6:.0f} MB of hints in {path.parent}: {exc.strerror}; {ELSEWHERE}"
         ) from None
 
 

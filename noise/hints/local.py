@@ -13,9 +13,11 @@ The rule of the decision, for a session that has weights of its own and does not
 2. Hints that would take less than `SMALL_BYTES` on the wire are computed here, since measuring would take longer.
 3. Otherwise the times are estimated. Here it is the number of multiplications, by the speed of a short product of
    random numbers on this machine. For the link it is the bytes of all hints, by the speed at which a few parts of a
-   hint came, about a 400th of all hints. What takes longer on paper is not done. Rounding and writing take the same
-   time either way, and are left out. The link to a provider that is both far away and fast seems slower than it is,
-   since connections begin slowly.
+   hint came, about a 400th of all hints. Hints are fetched only if that takes at most half as long: a short burst
+   flatters a link and a provider that is busy or near its limits (24 s in place of an estimated 8 were seen), and bytes
+   cost money where processor seconds of the tenant's own do not. Rounding and writing take the same time either way,
+   and are left out. The link to a provider that is both far away and fast seems slower than it is, since connections
+   begin slowly.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ _LINK_PARTS, _LEAST_PART_BYTES, _MOST_PART_BYTES, _LINK_SHARE = 4, MIB, 8 * MIB,
 the size of each; and which share of all hints they are together, between these bounds."""
 _LEAST_SHARE = 0.1
 """The least share of the measured time that counts as the transfer, whatever the time of a single row was."""
+
+_WORTH_FETCHING = 2.0
+"""How many times longer computing must take than fetching, both as estimated, for hints to be fetched."""
 
 Pair = tuple[GroupSpec, Direction]
 
@@ -113,7 +118,7 @@ def choose(
         return Choice(True, "computed here, since they are small")
     local_s, fetched_s = work.products / product_speed(), work.num_bytes / link_speed()
     here, there = _duration(local_s), f"{_duration(fetched_s)} to fetch {work.num_bytes / 1e6:,.0f} MB"
-    if local_s <= fetched_s:
+    if local_s <= _WORTH_FETCHING * fetched_s:
         return Choice(True, f"computed here: {here} are estimated, against {there}")
     return Choice(False, f"fetched from the provider: {there} are estimated, against {here} to compute them here")
 

@@ -32,8 +32,8 @@ from typing import Protocol
 
 import torch
 
-from noise.disk.private_files import locked, make_private_folder
-from noise.hints.file import Hint, Layout, MappedHint, PartFile, disk_errors
+from noise.disk.private_files import free_bytes, locked, make_private_folder
+from noise.hints.file import ELSEWHERE, Hint, Layout, MappedHint, PartFile, disk_errors
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, VerificationFailed
 from wire.frame import ITEM_BYTES, Direction
 from wire.limits import MIB
@@ -312,6 +312,18 @@ class HintStore:
         if self.folder is None:
             return sum(layout.rows * layout.features * ITEM_BYTES for layout in layouts)
         return sum(layout.file_bytes for layout in layouts)
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raises ConfigurationError if the disk has less than `num_bytes` free, so that a model's hints are not begun
+        where they will not fit; does nothing without a folder."""
+        if self.folder is None:
+            return
+        free = free_bytes(self.folder)
+        if num_bytes > free:
+            raise ConfigurationError(
+                f"hints take {num_bytes / 1e6:,.0f} MB in {self.folder}, where {free / 1e6:,.0f} MB are free; "
+                f"{ELSEWHERE}"
+            )
 
     def stored_bytes(self) -> int:
         """Returns the bytes that are on disk now: the hints of every seed, and the remains of interrupted fetches; 0

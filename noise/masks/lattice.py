@@ -464,6 +464,14 @@ class Lattice:
             for group, direction in pairs
         )
 
+    def check_room(self, pairs: Sequence[tuple[GroupSpec, Direction]]) -> None:
+        """Raises ConfigurationError if the hints of these groups and directions that are missing do not fit on the disk
+        beside what is there."""
+        missing = [pair for pair in pairs if not self.has_hints([pair])]
+        self._hints.check_room(
+            self._hints.total_bytes((self.parameters.dimension, each.widths(way)[1]) for each, way in missing)
+        )
+
     def prefetch(self, group: GroupSpec, direction: Direction) -> None:
         """Fetches or computes the hint of a group and direction before it is needed."""
         self._hint(self._current(), group, direction)

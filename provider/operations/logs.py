@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Literal
 
+from runtime.logs import StderrHandler
 from wire.errors import printable
 
 LogFormat = Literal["text", "json"]
@@ -27,7 +27,7 @@ FIELDS = ("tenant", "stream", "request")
 
 def configure(log_format: LogFormat) -> None:
     """Sends this process's log lines of level INFO and above to stderr, in the given format."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime.logs import StderrHandler
 from tenant_sdk.endpoint.settings import EndpointSettings, bound, check_may_listen, new_key, read_key
 from wire.errors import ConfigurationError, VerificationFailed, printable
 
@@ -88,7 +89,7 @@ def serve_command(
 
 def log_requests() -> None:
     """Turns on a log on stderr, with one line for each request: its time, route, status, kind of error and duration."""
-    handler = logging.StreamHandler()
+    handler = StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger = logging.getLogger("veilbase.endpoint")
     logger.addHandler(handler)

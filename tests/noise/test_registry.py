@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from noise import registry
+from noise.disk import private_files
 from noise.hints.file import Layout
 from noise.ledger.ledger import Ledger
 from noise.masks.gaussian_pool import GaussianPool, NotPrivateWarning
@@ -156,7 +157,7 @@ def test_a_file_of_masks_has_a_size_and_a_place(
 ) -> None:
     opened: list[tuple[Path, int]] = []
     made: list[Any] = []
-    monkeypatch.setattr(registry.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000 << 20))
+    monkeypatch.setattr(private_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000 << 20))
     monkeypatch.setattr(registry, "RowFile", lambda *given: opened.append(given) or "file")
     monkeypatch.setattr(registry, "Lattice", lambda *given: made.append(given))
     given = replace(setting("lattice", tmp_path), features=features)

@@ -81,8 +81,11 @@ LARGE = Work(products=10**12, num_bytes=10**9)
         (LARGE, (False, False), (1e10, 1e9), Choice(
             False, "fetched from the provider: 1.0 s to fetch 1,000 MB are estimated, against 100 s to compute them "
             "here")),
-        (LARGE, (False, False), (1e10, 1e7), Choice(
-            True, "computed here: 100 s are estimated, against 100 s to fetch 1,000 MB")),
+        (LARGE, (False, False), (1e10, 2e7), Choice(
+            True, "computed here: 100 s are estimated, against 50 s to fetch 1,000 MB")),
+        (LARGE, (False, False), (1e10, 2.1e7), Choice(
+            False, "fetched from the provider: 48 s to fetch 1,000 MB are estimated, against 100 s to compute them "
+            "here")),
     ],
 )  # fmt: skip
 def test_what_takes_less_time_is_chosen(

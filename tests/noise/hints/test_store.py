@@ -15,11 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from noise.disk import private_files
 from noise.hints.file import HEADER_BYTES, Hint
 from noise.hints.store import HintKey, HintStore
 from noise.params import choose
@@ -300,6 +302,18 @@ def test_a_full_disk_before_the_fetch(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigurationError, match="No space left"):
         HintStore(tmp_path).get(KEY, (ROWS, 70), nothing)
     assert [path.suffix for path in tmp_path.glob("*/*")] == [".lock"]
+
+
+def test_a_disk_without_room_for_all_hints_is_told_before_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=40_000_000))
+    HintStore(tmp_path / "hints").check_room(40_000_000)
+    HintStore(None).check_room(50_000_000)
+    with pytest.raises(
+        ConfigurationError, match=r"hints take 50 MB in .*hints, where 40 MB are free; free some space, "
+    ):
+        HintStore(tmp_path / "hints").check_room(50_000_000)
 
 
 @pytest.mark.parametrize("writes", range(12))

@@ -6,11 +6,13 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from noise.disk import private_files
 from noise.hints import local
 from noise.hints.file import HEADER_BYTES
 from noise.ledger.ledger import Ledger, Seed, seed_record
@@ -98,6 +100,17 @@ def test_hints_are_fetched_once_and_found_again(site: Site) -> None:
         model(batch())
     assert other.hints() == []
     assert all(isinstance(rows, torch.Tensor) for _, rows in other.seen)
+
+
+def test_no_hint_is_asked_for_where_the_disk_has_no_room_for_all(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, (watched,) = site.inproc("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(private_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+        with pytest.raises(ConfigurationError, match=r"hints take .* MB in .*, where 0 MB are free; free some space"):
+            client.fetch_hints(backward=True)
+    assert watched.hints() == []
+    client.fetch_hints(backward=True)
+    assert len(watched.hints()) == 18
 
 
 def test_models_share_a_cache_and_never_a_hint(site: Site, tmp_path: Path) -> None:
