@@ -289,7 +289,13 @@ class TenantClient:
             verified = session.verifier is not None
             with told_if_slow("making the model", self._say):
                 model = load_remote_model(
-                    folder, session.manifest, session.executor, self._dtype, self._device, verified=verified
+                    folder,
+                    session.manifest,
+                    session.executor,
+                    self._dtype,
+                    self._device,
+                    verified=verified,
+                    sends_padding=self._plan.bucket is not None,
                 )
             if not verified or self._plan.tokenizer is not None:
                 text = self.text if self._plan.tokenizer is not None or has_tokenizer(folder) else None

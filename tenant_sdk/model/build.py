@@ -43,7 +43,7 @@ from runtime.threads import return_cores, spare_cores
 from tenant_sdk.model.dora import ColumnNorms
 from tenant_sdk.model.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.model.run_state import are_finite
+from tenant_sdk.model.run_state import are_finite, run_states
 from tenant_sdk.text.source import TenantText
 from tenant_sdk.trust.config_rules import read_config
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, os_cause
@@ -156,7 +156,7 @@ def _swap(model: nn.Module, name: str, layer: LayerInfo) -> None:
 
 def load_remote_model(
     folder: Path, manifest: Manifest, executor: RemoteExecutor, dtype: torch.dtype, device: torch.device,
-    *, verified: bool = False,
+    *, verified: bool = False, sends_padding: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
     """Returns a model whose base layers call the provider.
 
@@ -168,6 +168,7 @@ def load_remote_model(
         device: the tenant's device.
         verified: whether the bundle was compared with a trusted checkpoint; if not, only entries that the config's
             class declares are used.
+        sends_padding: whether rows of padding are sent too, which hides how long texts are.
 
     Returns:
         A model in eval mode with frozen parameters.
@@ -211,6 +212,8 @@ def load_remote_model(
     norms = ColumnNorms(folder, manifest, alphas, executor.scheme.arithmetic is Arithmetic.FLOAT)
     _attach(model, manifest, executor, alphas, norms, device)
     watch(model.base_model)
+    if not sends_padding:
+        run_states(model).padding.leave_out(model)
     return model.requires_grad_(False).eval()
 
 

@@ -261,7 +261,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Returns the outputs of the group's layers. Of the input, only shape and dtype are kept for the backward
         pass."""
-        ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
+        ctx.group, ctx.shape, ctx.dtype, ctx.sent = group, x.shape, x.dtype, group.rows_to_send(x)
         ctx.set_materialize_grads(False)
         return group.products(x, out_dtype)
 
@@ -280,8 +280,15 @@ class _Product(torch.autograd.Function):
             (like.new_zeros(num_rows, features) if grad is None else grad.reshape(num_rows, features))
             for grad, features in zip(grads, group.member_features, strict=True)
         ]
-        product = group.run(Direction.BACKWARD, torch.cat(rows, dim=1) if len(rows) > 1 else rows[0])
-        return product.to(ctx.dtype).view(ctx.shape), None, None
+        whole = torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
+        product = group.run(Direction.BACKWARD, whole if ctx.sent is None else whole.index_select(0, ctx.sent))
+        return _spread(product.to(ctx.dtype), ctx.sent, num_rows).view(ctx.shape), None, None
+
+
+def _spread(product: torch.Tensor, sent: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+    """Puts the products of the rows that were sent (None for all of `num_rows`) to their places, and zeros to the
+    others."""
+    return product if sent is None else product.new_zeros(num_rows, product.shape[1]).index_copy_(0, sent, product)
 
 
 _Context = tuple[bool, torch.dtype]
@@ -343,6 +350,12 @@ class RemoteGroup:
         """Returns the product that `RemoteExecutor.run_public` gives."""
         return self._executor.run_public(self.spec, direction, rows)
 
+    def rows_to_send(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Returns the numbers of those rows of a layer's input that are sent, int64 on its device; None for all.
+        Padding is left out (tenant_sdk/model/padding.py)."""
+        attended = self.run_states.padding.attended
+        return None if attended is None else attended.of(x.shape, x.device)
+
     def products(self, x: torch.Tensor, out_dtype: torch.dtype, may_share: bool = False) -> tuple[torch.Tensor, ...]:
         """Returns the output of each layer of the group, without a gradient, from the source of this thread's products
         (tenant_sdk/model/run_state.py).
@@ -357,6 +370,9 @@ class RemoteGroup:
             out_features).
         """
         rows, source = x.detach().reshape(-1, x.shape[-1]), self.run_states.current.source
+        num_rows, sent = rows.shape[0], self.rows_to_send(x)
+        if sent is not None:
+            rows = rows.index_select(0, sent)
         if source is PROVIDER:
             product = self._executor.run(self.spec, Direction.FORWARD, rows, self.run_states).to(out_dtype)
         else:
@@ -366,6 +382,7 @@ class RemoteGroup:
                     given = self._executor.run(self.spec, Direction.FORWARD, rows, self.run_states).to(out_dtype)
                 source.keep(given)
             product = given.to(device=x.device, dtype=out_dtype)
+        product = _spread(product, sent, num_rows)
         if len(self.member_features) == 1:
             return (product,)
         if x.dim() != 2:

@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback
 
+from tenant_sdk.model.padding import Padding
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import NotFinite
 
@@ -180,6 +181,7 @@ class RunStates:
         """
         self.before_call: Callable[[], None] = _go_ahead
         """A function that is called before each call. It may wait, for example for more urgent work."""
+        self.padding = Padding()
         self._stops = may_stop
         self._shared = RunState(may_stop)
         self._local = threading.local()

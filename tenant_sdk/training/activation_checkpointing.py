@@ -67,6 +67,7 @@ from noise.disk.private_files import is_in_memory, make_private_folder
 from runtime.memory import free_memory
 from tenant_sdk.kinds.register import features_of_kinds
 from tenant_sdk.model.dora import features_of_dora
+from tenant_sdk.model.padding import Attended, Padding
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.model.run_state import ProductSource, RunStates, run_states
 from wire.errors import ConfigurationError, StorageError
@@ -430,12 +431,13 @@ class KeptReplies:
         results: Results = deque()
 
         first = _within(self._states.products_from(_Keeps(self._store, kept)), keeping_results(self._store, results))
-        return first, self._handing_out(kept, results)
+        return first, self._handing_out(kept, results, self._states.padding.attended)
 
     @contextlib.contextmanager
-    def _handing_out(self, kept: deque[KeptReply], results: Results) -> Iterator[None]:
+    def _handing_out(self, kept: deque[KeptReply], results: Results, attended: Attended | None) -> Iterator[None]:
+        source, padding = self._states.products_from(_HandsOut(kept)), self._states.padding
         try:
-            with self._states.products_from(_HandsOut(kept)), handing_out_results(results):
+            with source, padding.within(attended), handing_out_results(results):
                 yield
         finally:  # torch ends the second run as soon as it has what it needs
             kept.clear()
@@ -612,11 +614,12 @@ class Checkpointing:
         """
         if self.mode is None:
             return
-        kept = None if self.store is None else KeptReplies(self.store, run_states(base))
+        states = run_states(base)
+        kept = None if self.store is None else KeptReplies(self.store, states)
 
         def contexts() -> tuple[Any, Any]:
             if kept is None:
-                return _GivingBack(), _GivingBack()
+                return _GivingBack(), _SecondRun(states.padding)
             first, second = kept.contexts()
             return _within(_GivingBack(), first), _within(_GivingBack(), second)
 
@@ -644,6 +647,20 @@ class _GivingBack:
 
     def __exit__(self, *exc_info: object) -> None:
         give_pages_back()
+
+
+class _SecondRun(_GivingBack):
+    """Leaves out the padding that the first run of a block leaves out, in which this is made."""
+
+    def __init__(self, padding: Padding) -> None:
+        self._run = padding.within(padding.attended)
+
+    def __enter__(self) -> None:
+        self._run.__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._run.__exit__(None, None, None)
+        super().__exit__()
 
 
 def give_pages_back() -> None:

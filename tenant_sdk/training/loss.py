@@ -251,6 +251,14 @@ def has_another_loss(base: Any) -> bool:
     )
 
 
+def is_padding(mask: Any, like: torch.Tensor) -> torch.Tensor:
+    """Returns where no token is attended to, by the attention mask of a pass: bool, shaped like its labels; nowhere
+    if the mask does not say."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] < like.shape[1]:
+        return torch.zeros_like(like, dtype=torch.bool)
+    return (mask[:, mask.shape[1] - like.shape[1] :] == 0).to(like.device)
+
+
 class _ChunkedForward:
     """Replaces the forward method of one model; see `chunk_loss`."""
 
@@ -273,26 +281,31 @@ class _ChunkedForward:
 
     def _with_loss(self, *args: Any, labels: torch.Tensor, num_items_in_batch: Any = None, **options: Any) -> Any:
         targets = functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]  # position p predicts token p + 1
+        padded = (targets == IGNORE_INDEX) & is_padding(options.get("attention_mask"), targets)
         count = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
         if self._takes_positions:
             options.pop("logits_to_keep", None)
             if not self._every_position:
                 keep = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
-                options["logits_to_keep"], targets = keep, targets[:, keep]
+                options["logits_to_keep"], targets, padded = keep, targets[:, keep], padded[:, keep]
         head = self._base.get_output_embeddings()
         with HeadInput(head) as seen:
             outputs = self._stock(*args, **options)
-        loss = self._loss(head, seen.hidden, targets, count, outputs.logits)
+        loss = self._loss(head, seen.hidden, targets, count, outputs.logits, padded)
         return type(outputs)(**{**outputs, "loss": loss})
 
-    def _loss(self, head: Any, hidden: Any, targets: torch.Tensor, count: Any, logits: torch.Tensor) -> torch.Tensor:
+    def _loss(
+        self, head: Any, hidden: Any, targets: torch.Tensor, count: Any, logits: torch.Tensor, padded: torch.Tensor
+    ) -> torch.Tensor:
         if hidden is None:  # the model reads its head's weight itself: the logits are there
             return _mean(logits.flatten(0, 1), targets.flatten(), count)
         rows, targets = hidden.flatten(0, 1), targets.flatten().to(hidden.device)  # (B·P, H), (B·P,)
         is_remote = any(isinstance(part, RemoteLinear | RemoteConv1D) for part in head.modules())
-        if not is_remote and not self._every_position:
-            labelled = targets != IGNORE_INDEX
-            rows, targets = rows[labelled], targets[labelled]
+        if (
+            not self._every_position
+        ):  # a provider that has the head sees how many tokens there are, not which have labels
+            wanted = ~padded.flatten().to(hidden.device) if is_remote else targets != IGNORE_INDEX
+            rows, targets = rows[wanted], targets[wanted]
         return chunked_cross_entropy(
             lambda part: self._finish(head(part)), rows, targets, count,
             chunk_bytes=REMOTE_CHUNK_BYTES if is_remote else LOCAL_CHUNK_BYTES,

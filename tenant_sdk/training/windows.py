@@ -48,7 +48,7 @@ from transformers.utils import ModelOutput
 
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.training.activation_checkpointing import give_pages_back
-from tenant_sdk.training.loss import has_another_loss
+from tenant_sdk.training.loss import has_another_loss, is_padding
 from tenant_sdk.training.token_rows import IGNORE_INDEX
 from wire.errors import ConfigurationError
 
@@ -527,7 +527,8 @@ class Windows:
         again: list[AbstractContextManager[object]] = []
         hidden, last = self._forward(inputs, windows, seeds, cache, again)
         rows = hidden.flatten(0, 1)
-        index = self._rows_for_head(targets, every_position)
+        padded = is_padding(inputs["attention_mask"], targets)
+        index = self._rows_for_head(targets, padded, every_position)
         total, gradient = self._head(rows[index], targets.flatten()[index], scale, last.requires_grad)
         if gradient is None:
             return total
@@ -618,17 +619,17 @@ class Windows:
             raise ConfigurationError("window_tokens is not possible: this model does not show its last hidden states")
         return hidden
 
-    def _rows_for_head(self, targets: torch.Tensor, every_position: bool) -> torch.Tensor:
+    def _rows_for_head(self, targets: torch.Tensor, padded: torch.Tensor, every_position: bool) -> torch.Tensor:
         """Returns the indices of the rows for which the head is called, out of all batch · num_tokens rows.
 
         The provider sees how many rows a remote head gets. These are all rows of each position at which some row has a
-        label, as without windows, or all rows.
+        label, without padding, as without windows; or all rows.
         """
         labelled = targets != IGNORE_INDEX
         if every_position:
             labelled = torch.ones_like(labelled)
         elif self._head_is_remote:
-            labelled = labelled.any(dim=0).expand_as(labelled)
+            labelled = labelled | (labelled.any(dim=0) & ~padded)
         return labelled.flatten().nonzero().squeeze(1)
 
     def _head(

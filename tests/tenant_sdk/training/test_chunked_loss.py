@@ -146,7 +146,9 @@ def test_a_remote_head_gets_the_same_rows(
         seen = sent_to_the_head(client, monkeypatch)
         assert chunk_loss(model, every_position=every_position)
         loss_and_gradients(model, **batch)
-        num_rows = 3 * (12 if every_position else 9)  # labels begin at position 3: positions 2 to 10 predict them
+        num_rows = 3 * 12  # without `every_position`: positions 2 to 10 predict labels, and one of them is padding
+        if not every_position:
+            num_rows = int(batch["attention_mask"][:, 2:11].sum())
         assert seen == [(Direction.FORWARD, num_rows), (Direction.BACKWARD, num_rows)]
         seen.clear()
         monkeypatch.setattr(loss_module, "REMOTE_CHUNK_BYTES", 10 * 4 * VOCAB)

@@ -52,7 +52,8 @@ def stock_losses(folder: Path, config: Any, scratch: Path, data: Any = ROWS, **c
 def logits(model: Any) -> torch.Tensor:
     batch = Collator(0)(tokenized())
     with torch.no_grad():
-        return torch.as_tensor(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
+        found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return torch.as_tensor(found)[batch["attention_mask"] == 1]  # nothing is sent of padding
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
