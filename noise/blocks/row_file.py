@@ -153,14 +153,14 @@ class RowFile:
             ) from None
         return file
 
-    def rows_of_records(self, features: int) -> int:
+    def rows_of_records(self, row_bytes: int) -> int:
         """Returns how many rows a record should have, so that one record of every group and direction fits into
         `held_bytes`.
 
         Args:
-            features: how many numbers a row of mask and effect has over all groups and directions; 0 if unknown.
+            row_bytes: the bytes of a row of mask and effect over all groups and directions; 0 if unknown.
         """
-        return max(1, min(MOST_RECORD_ROWS, self.held_bytes // max(1, features * ITEM_BYTES)))
+        return max(1, min(MOST_RECORD_ROWS, self.held_bytes // max(1, row_bytes)))
 
     # ---- write and read ---------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from tests.support.lattice import (
     rows_of,
     sent,
     weight_of,
+    whole,
     wide,
 )
 from tests.support.threads import in_child
@@ -78,7 +79,7 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     public = SeededRows(provider.hints[0][1].seed, 0, DEFAULT.dimension).expand(matrix.shape[0])
     assert torch.equal(mask - error, reference_product(public, secret)[0])
-    off = effect - reference_product(coding.product(public, matrix), secret)[0]
+    off = whole(effect) - reference_product(coding.product(public, matrix), secret)[0]
     assert int(off.abs().max()) <= (0 if bits == 32 else 2**7 * int(secret.abs().sum()))
     assert live_secrets() == 0, "a secret is dropped with its last row"
     scheme.pool.take(spec, direction, 1)
