@@ -54,7 +54,7 @@ MOST_RECORD_ROWS = 16
 """The most rows of a record. A token of one sequence takes one row, so a record is read for every 16th token."""
 HELD_BYTES = 128 << 20
 """The most bytes of masks and effects from the file that wait in memory, and so the size of one record of every layer
-group and direction. A 7B model's rows have 8.4 MB in all groups together, so its records have 15 rows."""
+group and direction. A 7B model's rows have 7.4 MB in all groups together, so its records have 16 rows."""
 
 
 @dataclass(frozen=True, eq=False)
