@@ -181,7 +181,7 @@ def arena() -> Arena:
 
 def copied(rows: torch.Tensor) -> torch.Tensor:
     """Returns a copy of rows, shape (num_rows, features): in memory of the arena if they are on the CPU."""
-    return arena().rows(*rows.shape, rows.dtype).copy_(rows) if rows.is_cpu else rows.clone()
+    return arena().rows(rows.shape[0], rows.shape[1], rows.dtype).copy_(rows) if rows.is_cpu else rows.clone()
 
 
 def packed(effects: torch.Tensor) -> torch.Tensor:

@@ -56,9 +56,9 @@ def test_a_value_that_is_not_finite_costs_nothing(make: Any, provider: Provider,
     assert scheme.pool.ready_rows() == left
 
 
-WIDE: dict[str, Any] = {"pool_bytes": 4 * 64 * 200, "features": 64}
-"""The settings of a pool of 200 rows of the first group, of which one piece takes less than half. A block of 512 rows
-gives pieces of 86 rows, and a last one of 82."""
+WIDE: dict[str, Any] = {"pool_bytes": (4 + 3) * 32 * 200, "features": 64}
+"""The settings of a pool of 200 rows of the first group, whose effects are packed. One piece takes less than half of
+it. A block of 512 rows gives pieces of 86 rows, and a last one of 82."""
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
@@ -68,7 +68,8 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
 ) -> None:
     """By the schoolbook product, row t of the joined pieces is row t of A·s plus an error of its own. One secret is
     counted."""
-    scheme, spec = make(bits=bits, **WIDE), provider.groups[0]
+    budget = 4 * 64 * 200 if bits == 32 else WIDE["pool_bytes"]
+    scheme, spec = make(bits=bits, **{**WIDE, "pool_bytes": budget}), provider.groups[0]
     parts = [scheme.pool.take(spec, direction, 1) for _ in range(DEFAULT.ring_degree - 82)]
     assert live_secrets() == 1
     parts += [scheme.pool.take(spec, direction, 1) for _ in range(82)]
