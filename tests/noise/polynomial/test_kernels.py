@@ -121,6 +121,31 @@ def test_products_are_packed_as_their_high_bytes(rank: int, degree: int, feature
             assert bool((memory == 7).all())
 
 
+@needs_transforms
+@pytest.mark.parametrize("features", [32, 48, 64, 80])
+def test_no_product_stays_in_the_memory_that_calls_share(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without an error give the secret away. A matrix's transforms are public and may stay."""
+    rank, degree = 2, 64
+    matrix, secrets = draw(rank, degree, features, 3)
+    used: list[torch.Tensor] = []
+
+    def noted(size: int) -> torch.Tensor:
+        used.append(torch.full((size,), 1.0, dtype=torch.float64))
+        return used[-1]
+
+    secrets_hat = kernels.secret_transform(secrets)
+    monkeypatch.setattr(kernels, "_scratch", noted)
+    memory = torch.zeros(3 * degree * 3 * 128 + 64, dtype=torch.uint8)
+    begin = -memory.data_ptr() % 64
+    out = memory[begin : begin + 3 * degree * 3 * 128].view(3, degree, 3 * 128)[:, :, : 3 * features]
+    kernels.Combiner(secrets_hat).by_matrix(matrix, kernels.Rows(list(out)), 0, features)
+    assert bool(out.any())
+    (scratch,) = used
+    numbers, hat = degree // 2 * 2 * kernels.LANES, rank * degree // 2 * 2 * kernels.LANES
+    assert not bool(scratch[:numbers].any())
+    assert not bool(scratch[numbers + hat :].any())
+
+
 def packed_matrix(matrix: torch.Tensor, tile_features: int, before: int) -> tuple[kernels.PackedMatrix, torch.Tensor]:
     """Returns a matrix in packed tiles, with some bytes before and behind it, and what it stands for."""
     num_rows, features = matrix.shape
