@@ -83,6 +83,7 @@ class Making:
             hint,
             lambda shape: sampling.error(self._rng, shape, self._parameters),
             self._parameters,
+            packs_effects=True,
         )
 
 

@@ -88,6 +88,7 @@ class Making:
             self._hint,
             lambda shape: sampling.error(self._rng, shape, self._parameters),
             self._parameters,
+            packs_effects=True,
         )
 
 
@@ -145,8 +146,8 @@ class Found:
 
     @property
     def ready_bytes(self) -> int:
-        """Returns the bytes of one mask row and its effect row, for the forward direction, as int32."""
-        return 4 * (self.size + self.size)
+        """Returns the bytes of one mask row and its effect row, which is packed, for the forward direction."""
+        return (4 + 3) * self.size
 
 
 def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -> Found:

@@ -17,7 +17,7 @@ from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, Hi
 from noise.ledger.ledger import Ledger
 from noise.masks import gaussian_pool, off
 from noise.masks.gaussian_pool import GaussianPool
-from noise.masks.lattice import Lattice
+from noise.masks.lattice import Lattice, packs_effects
 from noise.masks.off import Off
 from noise.masks.pad import Pad
 from noise.masks.shares import Shares
@@ -34,8 +34,9 @@ from noise.params import LatticeParameters, choose
 from noise.scheme import MaskScheme, WeightOf
 from runtime.memory import free_memory
 from wire.errors import ConfigurationError
-from wire.frame import Arithmetic
+from wire.frame import ITEM_BYTES, Arithmetic
 from wire.limits import Limits
+from wire.ring.kernels import EFFECT_BYTES
 
 _HIDES_NOTHING = {"off": off.HIDES_NOTHING, "gaussian-pool": gaussian_pool.HIDES_NOTHING}
 _ARITHMETIC = {"ring": Arithmetic.RING, "float": Arithmetic.FLOAT}
@@ -146,19 +147,20 @@ def make_shares(setting: Setting, precision: str = DEFAULT_PRECISION) -> MaskSch
 
 
 def _make_pool(
-    setting: Setting, pool: str, pool_bytes: int | None, is_steady: bool = False
+    setting: Setting, pool: str, pool_bytes: int | None, is_steady: bool = False, effect_bytes: int = ITEM_BYTES
 ) -> tuple[int, RowFile | None]:
     """Returns the size of a pool, and its file if it has one.
 
     Args:
         is_steady: whether the default size must not follow what the machine has free.
+        effect_bytes: see `MaskPool`.
     """
     if pool == "memory":
-        default = DEFAULT_BYTES if is_steady else default_bytes(setting.features, free_memory())
+        default = DEFAULT_BYTES if is_steady else default_bytes(setting.features, free_memory(), effect_bytes)
         return default if pool_bytes is None else pool_bytes, None
     folder = setting.pool_folder or setting.hints_folder.with_name("masks")
     if pool_bytes is None:
-        pool_bytes = default_disk_bytes(setting.features, None if is_steady else free_bytes(folder))
+        pool_bytes = default_disk_bytes(setting.features, None if is_steady else free_bytes(folder), effect_bytes)
     return pool_bytes, RowFile(folder, pool_bytes)
 
 
@@ -208,7 +210,8 @@ def make_lattice(
     hints_from = "fetched" if folder is None or not setting.verified else hints
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
     # How often a hint that is not stored is fetched follows the budget, so the provider would see free memory.
-    budget, file = _make_pool(setting, pool, pool_bytes, is_steady=folder is None)
+    effect_bytes = EFFECT_BYTES if packs_effects(store, setting.mask_device) else ITEM_BYTES
+    budget, file = _make_pool(setting, pool, pool_bytes, is_steady=folder is None, effect_bytes=effect_bytes)
     return Lattice(
         chosen, _ledger(setting, file), store, setting.verified, budget, background, setting.limits, setting.features,
         setting.mask_device, file, precision, hints_from,

@@ -60,9 +60,9 @@ def prepare_masks(
     nothing for a mask other than `Lattice` and `Pad`."""
     if isinstance(scheme, Lattice | Pad):
         wanted = list(_pairs(manifest, folder, directions))
-        features = sum(group.in_features + group.out_features for group, _ in wanted)
+        row_bytes = sum(scheme.pool.row_bytes(group, direction) for group, direction in wanted)
         for group, direction in wanted:
-            scheme.prepare(group, direction, min(num_rows, scheme.pool.fitting_rows(features)))
+            scheme.prepare(group, direction, min(num_rows, scheme.pool.fitting_rows(row_bytes)))
 
 
 def _pairs(manifest: Manifest, folder: Path, directions: Iterable[Direction]) -> Iterator[tuple[GroupSpec, Direction]]:

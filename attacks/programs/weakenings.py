@@ -36,6 +36,7 @@ from attacks.seen.view import Exchange, write_recording
 from attacks.victim import draws, models
 from attacks.victim.draws import Statistics, Watch
 from noise import sampling
+from noise.blocks.arena import packed
 from noise.masks.lattice import Lattice
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels, negacyclic
@@ -86,11 +87,17 @@ def _sampling(name: str, made_of: Callable[[_Draw], _Draw]) -> Iterator[None]:
 
 
 def _with_whole_errors(
-    matrix_hat: Any, secrets_hat: torch.Tensor, hint: Any, draw: Callable[..., torch.Tensor], parameters: Any
+    matrix_hat: Any,
+    secrets_hat: torch.Tensor,
+    hint: Any,
+    draw: Callable[..., torch.Tensor],
+    parameters: Any,
+    packs_effects: bool = False,
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     error = draw((secrets_hat.shape[0], parameters.ring_degree, matrix_hat.features))
     masks = negacyclic.combine(matrix_hat, secrets_hat, error)
-    return masks, negacyclic.product(hint, secrets_hat, parameters)
+    effects = negacyclic.product(hint, secrets_hat, parameters)
+    return masks, [packed(each) for each in effects] if packs_effects else effects
 
 
 def _binary(draw: _Draw) -> _Draw:

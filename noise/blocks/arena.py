@@ -30,6 +30,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from wire.ring.kernels import EFFECT_BYTES
+from wire.ring.widths import pack_effect
+
 _REGION_BYTES = 32 << 20
 """The least size of a region. It is far above a block of one layer (1 to 6 MB on SmolLM2), so that little is left over,
 and far below a pool."""
@@ -109,23 +112,24 @@ class Arena:
         with self._lock:
             return sum(region.bytes.size for region in self._regions)
 
-    def rows(self, num_rows: int, features: int) -> torch.Tensor:
+    def rows(self, num_rows: int, features: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """Returns memory for rows, whose contents are undefined: the caller must write all of it before it reads any.
 
         Returns:
-            int32, shape (num_rows, features), CPU, contiguous; not an inference tensor.
+            a tensor of this type, shape (num_rows, features), CPU, contiguous; not an inference tensor.
 
         Raises:
             MemoryError: the system has no more memory.
         """
-        num_bytes = -(-num_rows * features * 4 // _LINE_BYTES) * _LINE_BYTES
+        row_bytes = features * dtype.itemsize
+        num_bytes = -(-num_rows * row_bytes // _LINE_BYTES) * _LINE_BYTES
         with torch.inference_mode(False):
             if num_bytes < _LEAST_BYTES:
-                return torch.empty(num_rows, features, dtype=torch.int32, device="cpu")
+                return torch.empty(num_rows, features, dtype=dtype, device="cpu")
             region, start = self._take(num_bytes)
-            part = region.bytes[start : start + num_rows * features * 4].view(np.int32)
+            part = region.bytes[start : start + num_rows * row_bytes]
             # The tensor holds the array, and every tensor that shares its memory holds it, too.
-            made = torch.from_numpy(part).view(num_rows, features)
+            made = torch.from_numpy(part).view(dtype).view(num_rows, features)
             weakref.finalize(part, self._returned.append, (region, start, start + num_bytes)).atexit = False
             return made
 
@@ -176,15 +180,25 @@ def arena() -> Arena:
 
 
 def copied(rows: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of rows, int32, shape (num_rows, features): in memory of the arena if they are on the CPU."""
-    return arena().rows(*rows.shape).copy_(rows) if rows.is_cpu else rows.clone()
+    """Returns a copy of rows, shape (num_rows, features): in memory of the arena if they are on the CPU."""
+    return arena().rows(rows.shape[0], rows.shape[1], rows.dtype).copy_(rows) if rows.is_cpu else rows.clone()
+
+
+def packed(effects: torch.Tensor) -> torch.Tensor:
+    """Returns effects packed (`wire.ring.widths.pack_effect`), in memory of the arena.
+
+    Args:
+        effects: int32, shape (num_rows, features), CPU.
+    """
+    num_rows, features = effects.shape
+    return pack_effect(effects, arena().rows(num_rows, EFFECT_BYTES * features, torch.uint8))
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns a copy of several ranges of rows, one after the other, where `copied` puts them."""
     if not parts[0].is_cpu:
         return torch.cat(tuple(parts))
-    made = arena().rows(sum(part.shape[0] for part in parts), parts[0].shape[1])
+    made = arena().rows(sum(part.shape[0] for part in parts), parts[0].shape[1], parts[0].dtype)
     return torch.cat(tuple(parts), out=made)
 
 

@@ -120,7 +120,8 @@ class Block:
 
     Attributes:
         mask: int32, shape (num_rows, request columns).
-        effect: int32, shape (num_rows, reply columns); unmasking subtracts it.
+        effect: int32, shape (num_rows, reply columns), or packed (`wire.ring.widths.pack_effect`), shape (num_rows,
+            3 · reply columns); unmasking subtracts it.
         slots: says which rows are unused.
     """
 
@@ -138,30 +139,38 @@ class Block:
         return self.mask.nbytes + self.effect.nbytes
 
 
-def default_bytes(features: int, free_bytes: int | None) -> int:
+def default_bytes(features: int, free_bytes: int | None, effect_bytes: int = ITEM_BYTES) -> int:
     """Returns the default budget of a pool in the CPU's memory: enough for the next tokens, and at most a tenth of the
     memory that is free when the mask is made.
 
     Args:
         features: as for `MaskPool`; 0 if unknown.
         free_bytes: the memory that is free; None if unknown.
+        effect_bytes: as for `MaskPool`.
     """
-    enough = _ENOUGH_TOKENS * 2 * features * ITEM_BYTES or DEFAULT_BYTES
+    enough = _ENOUGH_TOKENS * 2 * _expected_bytes(features, effect_bytes) or DEFAULT_BYTES
     free = DEFAULT_BYTES if free_bytes is None else int(free_bytes * _SHARE_OF_FREE_MEMORY)
     return max(_LEAST_BYTES, min(DEFAULT_BYTES, enough, free))
 
 
-def default_disk_bytes(features: int, free_bytes: int | None) -> int:
+def default_disk_bytes(features: int, free_bytes: int | None, effect_bytes: int = ITEM_BYTES) -> int:
     """Returns the default size of a pool's file: enough for two blocks of every layer, and at most a quarter of the
     disk that is free when the mask is made.
 
     Args:
         features: as for `MaskPool`; 0 if unknown.
         free_bytes: the bytes that are free on the disk; None if they are not to count.
+        effect_bytes: as for `MaskPool`.
     """
-    enough = _DISK_TOKENS * features * ITEM_BYTES or DEFAULT_BYTES
+    enough = _DISK_TOKENS * _expected_bytes(features, effect_bytes) or DEFAULT_BYTES
     free = _MOST_DISK_BYTES if free_bytes is None else int(free_bytes * _SHARE_OF_FREE_DISK)
     return max(_LEAST_BYTES, min(_MOST_DISK_BYTES, enough, free))
+
+
+def _expected_bytes(features: int, effect_bytes: int) -> int:
+    """Returns the bytes of a row of mask and effect over all groups in one direction, in the mean of both directions:
+    what is a mask in one is an effect in the other."""
+    return features * (ITEM_BYTES + effect_bytes) // 2
 
 
 Maker = Callable[[GroupSpec, Direction, int], Sequence[Block]]
@@ -172,8 +181,8 @@ rows."""
 class _Shelf:
     """Holds the mask rows that are ready for one layer group and direction."""
 
-    def __init__(self, group: GroupSpec) -> None:
-        self.group = group
+    def __init__(self, group: GroupSpec, row_bytes: int) -> None:
+        self.group, self.row_bytes = group, row_bytes
         self.blocks: deque[Block] = deque()
         self.records: deque[Record] = deque()
         self.last_rows = self.rows_a_call = self.rows_in_file = 0
@@ -184,11 +193,6 @@ class _Shelf:
         """Records how many rows a call took. `rows_a_call` becomes the smaller number of the last two calls, so that
         one long prompt before single tokens does not count."""
         self.last_rows, self.rows_a_call = num_rows, min(self.last_rows, num_rows)
-
-    @property
-    def features(self) -> int:
-        """Returns how many numbers a row of mask and a row of effect have together."""
-        return self.group.in_features + self.group.out_features
 
     @property
     def num_rows(self) -> int:
@@ -213,6 +217,7 @@ class MaskPool:
         features: int = 0,
         on_drop: Callable[[], object] = lambda: None,
         file: RowFile | None = None,
+        effect_bytes: int = ITEM_BYTES,
     ) -> None:
         """Makes an empty pool. The first masks are made when the first rows are requested.
 
@@ -230,15 +235,18 @@ class MaskPool:
             on_drop: called when all masks are dropped, also in a forked child.
             file: where rows wait, of `budget_bytes`; None for memory. The pool closes it. Rows that do not fit there
                 wait in memory.
+            effect_bytes: how many bytes each number of the effects has that `make` makes: `ITEM_BYTES`, or
+                `EFFECT_BYTES` if they are packed.
         """
         self._make, self._block_rows, self._budget_bytes = make, block_rows, budget_bytes
         self.file = file
-        self._least_rows, self._expected_features, self._on_drop = least_rows or block_rows, features, on_drop
+        self._least_rows, self._on_drop, self._effect_bytes = least_rows or block_rows, on_drop, effect_bytes
+        self._expected_row_bytes = _expected_bytes(features, effect_bytes)
         self._shelves: dict[Key, _Shelf] = {}
         self._state = threading.Condition()
         self._wanted: deque[Key] = deque()
         self._read_wanted: deque[Key] = deque()
-        self._held_bytes = self._stored_bytes = self._seen_features = self._num_made = self._num_burnt = 0
+        self._held_bytes = self._stored_bytes = self._seen_row_bytes = self._num_made = self._num_burnt = 0
         self._measure()
         self._closed = False
         self._origin = Origin()
@@ -257,6 +265,11 @@ class MaskPool:
     def ready_bytes(self) -> int:
         """Returns the bytes of masks and effects that are held now, in memory and in the file."""
         return self._held_bytes + self._stored_bytes
+
+    def row_bytes(self, group: GroupSpec, direction: Direction) -> int:
+        """Returns the bytes that a row of mask and its effect take while they are ready."""
+        request_cols, reply_cols = group.widths(direction)
+        return request_cols * ITEM_BYTES + reply_cols * self._effect_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -296,7 +309,7 @@ class MaskPool:
         were already burnt stay so, and are counted in `RowCounts.burnt`.
 
         Returns:
-            mask, int32, shape (num_rows, request columns); effect, int32, shape (num_rows, reply columns).
+            mask, int32, shape (num_rows, request columns); effect, as `Block` has it.
 
         Raises:
             MaskError: the pool is closed, or this is a forked child (`MaskReused`); nothing may be sent.
@@ -317,7 +330,9 @@ class MaskPool:
             return parts[0]
         if not parts:
             none = torch.empty(0, 0, dtype=torch.int32, device="cpu")
-            return none.view(0, request_cols), none.view(0, reply_cols)
+            if self._effect_bytes == ITEM_BYTES:
+                return none.view(0, request_cols), none.view(0, reply_cols)
+            return none.view(0, request_cols), none.view(torch.uint8).view(0, reply_cols * self._effect_bytes)
         masks, effects = zip(*parts, strict=True)
         mask, effect = joined(masks), joined(effects)
         for each in (*masks, *effects):
@@ -366,15 +381,15 @@ class MaskPool:
         rows = shelf.rows_a_call
         if 2 * rows < self._block_rows:
             return 0  # If calls are single tokens, a block lasts for many calls.
-        cycle_bytes = self._features * -(-rows // self._block_rows) * self._block_rows * ITEM_BYTES
+        cycle_bytes = self._row_bytes * -(-rows // self._block_rows) * self._block_rows
         return rows * min(self._budget_bytes // cycle_bytes, _MOST_CALLS_BEYOND)
 
     def _shelf(self, key: Key, group: GroupSpec) -> _Shelf:
         self.check_open()
         shelf = self._shelves.get(key)
         if shelf is None:
-            shelf = self._shelves[key] = _Shelf(group)
-            self._seen_features += shelf.features
+            shelf = self._shelves[key] = _Shelf(group, self.row_bytes(group, key[1]))
+            self._seen_row_bytes += shelf.row_bytes
             self._measure()
         return shelf
 
@@ -440,7 +455,7 @@ class MaskPool:
             blocks in memory: of the first `num_now` rows, rounded up to whole records, and of the rows for which the
             file has no room; records of all other rows.
         """
-        rows_each = file.rows_of_records(self._features)
+        rows_each = file.rows_of_records(self._row_bytes)
         num_now = -(-num_now // rows_each) * rows_each
         kept: list[Block] = []
         records: list[Record] = []
@@ -561,15 +576,15 @@ class MaskPool:
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Updates two counts. One is how many numbers a row of every shelf takes in total, including shelves that are
+        """Updates two counts. One is how many bytes a row of every shelf takes in total, including shelves that are
         not in use yet. The other is how many rows of a block are made at a time (a piece).
 
         A piece is half of the rows that the budget holds for every shelf, so that all shelves can be refilled before
         one has run out.
         """
         num_directions = max(1, len({direction for _, direction in self._shelves}))
-        self._features = max(self._seen_features, self._expected_features * num_directions)
-        fitting = self._budget_bytes // (2 * max(1, self._features) * ITEM_BYTES)
+        self._row_bytes = max(self._seen_row_bytes, self._expected_row_bytes * num_directions)
+        fitting = self._budget_bytes // (2 * max(1, self._row_bytes))
         num_pieces = -(-self._block_rows // max(self._least_rows, min(fitting, self._block_rows)))
         self._piece_rows = -(-self._block_rows // num_pieces)
 
@@ -586,13 +601,13 @@ class MaskPool:
         pieces = -(-rest // self._piece_rows) * self._piece_rows
         return whole * self._block_rows + min(pieces, self._block_rows)
 
-    def fitting_rows(self, features: int) -> int:
-        """Returns how many rows of `features` numbers the budget holds, rounded down to a multiple of `piece_rows`, but
-        at least `piece_rows`."""
-        return self._fitting(features, self._piece_rows)
+    def fitting_rows(self, row_bytes: int) -> int:
+        """Returns how many rows of `row_bytes` the budget holds, rounded down to a multiple of `piece_rows`, but at
+        least `piece_rows`."""
+        return self._fitting(row_bytes, self._piece_rows)
 
-    def _fitting(self, features: int, unit: int) -> int:
-        return max(1, self._budget_bytes // (features * ITEM_BYTES) // unit) * unit
+    def _fitting(self, row_bytes: int, unit: int) -> int:
+        return max(1, self._budget_bytes // row_bytes // unit) * unit
 
     def _target(self, shelf: _Shelf) -> int:
         """Returns how many rows a shelf should hold: enough for a few calls, within a bound that leaves some of the
@@ -600,7 +615,7 @@ class MaskPool:
         if self._piece_rows < self._block_rows and 2 * shelf.rows_a_call < self._block_rows:
             return self._piece_rows
         calls = (1 + _MOST_CALLS_BEYOND) * shelf.rows_a_call
-        return max(self._block_rows, min(calls, self._fitting(self._features, self._block_rows)))
+        return max(self._block_rows, min(calls, self._fitting(self._row_bytes, self._block_rows)))
 
     def _want(self, key: Key, shelf: _Shelf) -> None:
         if self._background and not shelf.is_wanted and shelf.num_rows <= self._target(shelf) // 2:
@@ -618,7 +633,7 @@ class MaskPool:
         return thread
 
     def _cost(self, shelf: _Shelf, num_rows: int) -> int:
-        return self.rounded(num_rows) * shelf.features * ITEM_BYTES
+        return self.rounded(num_rows) * shelf.row_bytes
 
     def _next_wanted(self) -> tuple[Key, _Shelf, int] | None:
         """Claims the first shelf, in the order of use, whose rows fit the budget. Returns the shelf's key, the shelf
@@ -680,7 +695,7 @@ class MaskPool:
         self._shelves.clear()
         self._wanted.clear()
         self._read_wanted.clear()
-        self._held_bytes = self._stored_bytes = self._seen_features = self._num_made = self._num_burnt = 0
+        self._held_bytes = self._stored_bytes = self._seen_row_bytes = self._num_made = self._num_burnt = 0
         self._on_drop()
 
     def __reduce__(self) -> NoReturn:

@@ -54,7 +54,7 @@ MOST_RECORD_ROWS = 16
 """The most rows of a record. A token of one sequence takes one row, so a record is read for every 16th token."""
 HELD_BYTES = 128 << 20
 """The most bytes of masks and effects from the file that wait in memory, and so the size of one record of every layer
-group and direction. A 7B model's rows have 8.4 MB in all groups together, so its records have 15 rows."""
+group and direction. A 7B model's rows have 7.4 MB in all groups together, so its records have 16 rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,14 +153,14 @@ class RowFile:
             ) from None
         return file
 
-    def rows_of_records(self, features: int) -> int:
+    def rows_of_records(self, row_bytes: int) -> int:
         """Returns how many rows a record should have, so that one record of every group and direction fits into
         `held_bytes`.
 
         Args:
-            features: how many numbers a row of mask and effect has over all groups and directions; 0 if unknown.
+            row_bytes: the bytes of a row of mask and effect over all groups and directions; 0 if unknown.
         """
-        return max(1, min(MOST_RECORD_ROWS, self.held_bytes // max(1, features * ITEM_BYTES)))
+        return max(1, min(MOST_RECORD_ROWS, self.held_bytes // max(1, row_bytes)))
 
     # ---- write and read ---------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from noise import sampling
-from noise.blocks.arena import copied
+from noise.blocks.arena import copied, packed
 from noise.blocks.pool import DEFAULT_BYTES, Block, Key, MaskPool
 from noise.blocks.row_file import RowFile
 from noise.blocks.slots import Slots, SlotsExhausted
@@ -50,11 +50,12 @@ from noise.scheme import (
 )
 from noise.staging import on_device, on_host
 from wire.errors import ConfigurationError, MaskError
-from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction, Purpose
 from wire.limits import Limits
 from wire.payload import RowsPayload, SeedPayload
+from wire.ring.kernels import EFFECT_BYTES
 from wire.ring.seeded_rows import SeededRows
-from wire.ring.widths import add_rounded
+from wire.ring.widths import FULL_BITS, PACKED_EFFECT_BITS, add_rounded
 
 BLOCKS_RESERVED_AT_ONCE = 64
 """How many blocks one record in the ledger reserves, at the cost of one fsync. Blocks that a process leaves unused stay
@@ -69,6 +70,21 @@ NO_WEIGHTS = (
 MOST_PIECES = 8
 """The most pieces of a block, since each piece costs the work of a whole block."""
 _CPU = torch.device("cpu")
+
+
+def packs_effects(hints: HintStore, device: torch.device | None) -> bool:
+    """Tells whether effects wait packed, as the high three bytes of each number (`wire.ring.widths.pack_effect`).
+
+    They do so where hints lack as many bits. A rounded hint's numbers are multiples of 256 then, and so are their
+    products with a secret, so nothing is lost. A mask keeps its 32 bits. Effects on a device are whole.
+
+    Args:
+        hints: the store of the mask's hints.
+        device: where masks are made; None for the CPU.
+    """
+    return device is None and hints.dropped_bits >= FULL_BITS - PACKED_EFFECT_BITS
+
+
 _OF_LOCAL_HINTS = " (hints computed here)"
 """What follows the name of a parameter set in the ledger for seeds whose hints the tenant computes: the seeds of one
 name are never those of the other, so that no seed of theirs is sent to a provider."""
@@ -140,6 +156,7 @@ class Lattice:
         # These bounds hold for every error and secret, so no scale depends on the block that is used.
         self._error_bound = sampling.error_bound(parameters)
         self._slack = float(hints.rounding_bound() * parameters.dimension)
+        self._packs_effects = packs_effects(hints, device)
         self.precision = precision
         self._row_encoder = RowEncoder(self._error_bound, self._slack, precision)
         self._rng = sampling.Csprng()
@@ -153,7 +170,10 @@ class Lattice:
         degree = parameters.ring_degree
         # A hint that is not stored would be fetched again for every piece.
         least_rows = degree // MOST_PIECES if self.keeps_hints else None
-        self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear, file)
+        self.pool = MaskPool(
+            self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear, file,
+            EFFECT_BYTES if self._packs_effects else ITEM_BYTES,
+        )  # fmt: skip
 
     def bind(self, effect_path: EffectPath) -> None:
         self._effect_path = effect_path
@@ -309,7 +329,9 @@ class Lattice:
                 return sampling.error(self._rng, shape, self.parameters)
 
             matrix_hat = self._matrix(epoch, request_cols)
-            masks, effects = negacyclic.masks_and_effects(matrix_hat, secrets_hat, hint, draw, self.parameters)
+            masks, effects = negacyclic.masks_and_effects(
+                matrix_hat, secrets_hat, hint, draw, self.parameters, self._packs_effects
+            )
         self._forget(secrets_hat)
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
 
@@ -343,7 +365,8 @@ class Lattice:
                 piece = self.pool.piece_rows
                 # Each piece is a copy, so that its memory is free as soon as its own rows are used.
                 pairs = zip(masks.split(piece), effects.split(piece), strict=True)
-                return [Block(copied(mask), copied(effect), Slots(len(mask))) for mask, effect in pairs]
+                keep = packed if self._packs_effects else copied
+                return [Block(copied(mask), keep(effect), Slots(len(mask))) for mask, effect in pairs]
             finally:
                 for each in made:  # Rows without an error give the secret away; the memory is used later.
                     each.zero_()

@@ -28,6 +28,7 @@
 #define GROUPS 4                    /* groups of lanes that are done one after the other before rows are written out */
 #define WIDTH (GROUPS * LANES)      /* 16 features: a cache line of int32 */
 #define PACKED_BYTES 3              /* of a number whose low byte is zero */
+#define LINE 64                     /* bytes of a cache line */
 #define ROUNDER 6755399441055744.0  /* 1.5 * 2^52: the low 32 bits of x + this are round(x) mod 2^32 */
 
 typedef struct {
@@ -300,16 +301,62 @@ AVX2 static void write_rows(int32_t *out, int64_t stride, const int32_t *rows, i
     }
 }
 
+/* Rounds a row of WIDTH numbers to their high three bytes, halves up, mod 2^32, and joins these. */
+AVX2 INLINE void pack_sixteen(__m128i packed[3], const int32_t *rows, int64_t group) {
+    const __m128i half = _mm_set1_epi32(1 << 7);
+    const __m128i low = _mm_setr_epi8(1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, -1, -1, -1, -1);
+    const __m128i high = _mm_setr_epi8(-1, -1, -1, -1, 1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15);
+    __m128i four[GROUPS];
+    for (int g = 0; g < GROUPS; g++) four[g] = _mm_add_epi32(_mm_loadu_si128((const __m128i *)(rows + g * group)), half);
+    packed[0] = _mm_alignr_epi8(_mm_shuffle_epi8(four[1], low), _mm_shuffle_epi8(four[0], high), 4);
+    packed[1] = _mm_alignr_epi8(_mm_shuffle_epi8(four[2], low), _mm_shuffle_epi8(four[1], high), 8);
+    packed[2] = _mm_alignr_epi8(_mm_shuffle_epi8(four[3], low), _mm_shuffle_epi8(four[2], high), 12);
+}
+
+/*
+ * Packs the rows of WIDTH columns, and writes whole cache lines past the caches: part of a line would take longer than a
+ * line. `waiting` has three vectors for each row. The first `count` of them come before these columns in the row, and
+ * begin a line; afterwards it has what does not fill a line.
+ */
+AVX2 INLINE void write_lines(uint8_t *out, int64_t row_bytes, const int32_t *rows, int64_t degree, __m128i *waiting, int count) {
+    out -= 16 * count;
+    for (int64_t t = 0; t < degree; t++, out += row_bytes, rows += LANES, waiting += 3) {
+        __m128i parts[6], *to = (__m128i *)out;
+        for (int i = 0; i < count; i++) parts[i] = _mm_loadu_si128(waiting + i);
+        pack_sixteen(parts + count, rows, degree * LANES);
+        for (int i = 0; count && i < 4; i++) _mm_stream_si128(to + i, parts[i]);
+        for (int i = count ? 4 : 0; i < count + 3; i++) _mm_storeu_si128(waiting + i - (count ? 4 : 0), parts[i]);
+    }
+}
+
+/* Packs the rows of up to WIDTH columns and writes them to their places, through the caches. */
+AVX2 static void write_packed(uint8_t *out, int64_t row_bytes, const int32_t *rows, int64_t degree, int64_t width) {
+    int64_t group = degree * LANES;
+    for (int64_t t = 0; t < degree; t++, out += row_bytes, rows += LANES) {
+        if (width == WIDTH) {
+            __m128i parts[3];
+            pack_sixteen(parts, rows, group);
+            for (int i = 0; i < 3; i++) _mm_storeu_si128((__m128i *)out + i, parts[i]);
+            continue;
+        }
+        for (int64_t c = 0; c < width; c++) {
+            uint32_t number = (uint32_t)rows[c / LANES * group + c % LANES] + (1 << 7);
+            for (int i = 0; i < PACKED_BYTES; i++) out[PACKED_BYTES * c + i] = (uint8_t)(number >> (8 * i + 8));
+        }
+    }
+}
+
 typedef struct {
     int64_t num_blocks, rank, degree, first;
     const double *twiddles_end;
     const double *secrets;                  /* num_blocks x rank x N/2 x 2 */
     const char *error;                      /* of the features from `first` on, or NULL */
     int64_t error_bytes, error_row, error_block;
-    int32_t *const *out;                    /* num_blocks pointers to N rows each */
-    int64_t out_row;
+    uint8_t *const *out;                    /* num_blocks pointers to N rows each */
+    int64_t out_row, out_bytes;             /* bytes of a row and of a number: 4 or PACKED_BYTES */
     double *numbers;                        /* scratch: N/2 x COMPLEX */
     int32_t *rows;                          /* scratch: num_blocks x GROUPS x N x LANES */
+    __m128i *waiting;                       /* scratch: num_blocks x N x 3, if packed rows consist of whole cache lines, or NULL */
 } task;
 
 /* Multiplies the transforms of LANES columns by the secrets of a block, transforms back and writes N rows of LANES numbers. */
@@ -360,13 +407,48 @@ AVX2 static __m256i combine_lanes(const task *all, const double *hat, const doub
     return seen;
 }
 
+/* Tells whether `write_lines` can write the features from `first` on. */
+static int has_lines(const task *all) {
+    uintptr_t places = (uintptr_t)all->out_row | (uintptr_t)(all->first * all->out_bytes);
+    for (int64_t b = 0; b < all->num_blocks; b++) places |= (uintptr_t)all->out[b];
+    return places % LINE == 0;
+}
+
+/* Returns how many vectors of each row wait, once the columns up to `feature` were written, WIDTH at a time. */
+static int num_waiting(const task *all, int64_t feature) {
+    return all->waiting ? (int)((feature - all->first) / WIDTH * 3 % 4) : 0;
+}
+
 /* Writes up to WIDTH features of all blocks, from column `feature` on, whose rows `combine_lanes` made. */
 AVX2 static void write_width(const task *all, int64_t feature, int64_t width) {
+    int64_t degree = all->degree, row = all->out_row;
     for (int64_t b = 0; b < all->num_blocks; b++) {
+        const int32_t *rows = all->rows + b * degree * WIDTH;
+        uint8_t *out = all->out[b] + feature * all->out_bytes;
+        if (all->out_bytes == PACKED_BYTES) {
+            __m128i *waiting = all->waiting ? all->waiting + b * degree * 3 : NULL;
+            if (!waiting || width < WIDTH) write_packed(out, row, rows, degree, width);
+            else switch (num_waiting(all, feature)) {
+                case 0: write_lines(out, row, rows, degree, waiting, 0); break;
+                case 1: write_lines(out, row, rows, degree, waiting, 1); break;
+                case 2: write_lines(out, row, rows, degree, waiting, 2); break;
+                default: write_lines(out, row, rows, degree, waiting, 3);
+            }
+            continue;
+        }
         int64_t place = b * all->error_block + feature - all->first;
         const char *error = all->error ? all->error + place * all->error_bytes : NULL;
-        write_rows(all->out[b] + feature, all->out_row, all->rows + b * all->degree * WIDTH, all->degree, width,
-                   error, all->error_bytes, all->error_row);
+        write_rows((int32_t *)out, row / 4, rows, degree, width, error, all->error_bytes, all->error_row);
+    }
+}
+
+/* Writes what `write_lines` left waiting, up to column `last`. */
+AVX2 static void write_rest(const task *all, int64_t last) {
+    int count = num_waiting(all, last);
+    int64_t end = (all->first + (last - all->first) / WIDTH * WIDTH) * PACKED_BYTES;
+    for (int64_t i = 0; count && i < all->num_blocks * all->degree; i++) {
+        uint8_t *row = all->out[i / all->degree] + i % all->degree * all->out_row;
+        memcpy(row + end - 16 * count, all->waiting + 3 * i, (size_t)(16 * count));
     }
 }
 
@@ -374,7 +456,7 @@ AVX2 static void write_width(const task *all, int64_t feature, int64_t width) {
 
 /* Returns the version of these functions' signatures. It grows by one with every change of them, here and in kernels.py. */
 int veilbase_masks_version(void) {
-    return 4;
+    return 5;
 }
 
 /* Tells whether processor and operating system have what the rest of this file needs: AVX2 and FMA, and registers saved. */
@@ -388,7 +470,7 @@ int veilbase_masks_usable(void) {
 
 /* Returns how many doubles of scratch memory `veilbase_combine` needs. */
 int64_t veilbase_mask_scratch(int64_t num_blocks, int64_t rank, int64_t degree) {
-    return (1 + rank) * (degree / 2) * COMPLEX + num_blocks * degree * WIDTH / 2;
+    return (1 + rank) * (degree / 2) * COMPLEX + num_blocks * degree * (WIDTH / 2 + 6);
 }
 
 /*
@@ -437,20 +519,22 @@ AVX2 void veilbase_transform_secrets(const int8_t *secrets, int64_t count, int64
  * the high three bytes, row after row. Then `tile`, `first` and all features are multiples of LANES, and the four bytes
  * before the matrix may be read.
  * secrets: num_blocks x rank x N/2 complex numbers, divided by N/2. error: NULL, or integers of 1, 2 or 4 bytes, from
- * feature `first` on, which are added. out: for each block, where its N rows begin. Strides are in numbers, those of the
- * matrix in bytes. scratch: see `veilbase_mask_scratch`.
+ * feature `first` on, which are added; strides in numbers. out: for each block, where its N rows begin, `out_row` bytes
+ * from row to row, of `out_bytes` a number: 4, or 3 for the high three bytes of each, rounded, without an error. scratch:
+ * see `veilbase_mask_scratch`.
  * Returns a bound of the distances of the coefficients to the nearest integers, above the largest by less than one part
  * in a million; infinity if one was not a number.
  */
 AVX2 double veilbase_combine(const double *hat, const char *matrix, int64_t row_bytes, int64_t tile, int64_t features,
                              const double *secrets, int64_t num_blocks, int64_t rank, int64_t degree, int64_t first,
                              int64_t last, const double *twiddles, int64_t num_twiddles, const char *error,
-                             int64_t error_bytes, int64_t error_row, int64_t error_block, int32_t *const *out,
-                             int64_t out_row, double *scratch) {
+                             int64_t error_bytes, int64_t error_row, int64_t error_block, uint8_t *const *out,
+                             int64_t out_row, int64_t out_bytes, double *scratch) {
     int64_t half = degree / 2, group_doubles = rank * half * COMPLEX;
     double *numbers = scratch, *made = numbers + half * COMPLEX;
     task all = {num_blocks, rank, degree, first, twiddles + num_twiddles, secrets, error, error_bytes, error_row, error_block,
-                out, out_row, numbers, (int32_t *)(made + group_doubles)};
+                out, out_row, out_bytes, numbers, (int32_t *)(made + group_doubles), NULL};
+    if (out_bytes == PACKED_BYTES && has_lines(&all)) all.waiting = (__m128i *)(all.rows + num_blocks * degree * WIDTH);
     __m256i seen = _mm256_setzero_si256();
     for (int64_t c = first; c < last; c += WIDTH) {
         int64_t width = MIN(WIDTH, last - c);
@@ -469,9 +553,11 @@ AVX2 double veilbase_combine(const double *hat, const char *matrix, int64_t row_
         }
         write_width(&all, c, width);
     }
+    write_rest(&all, last);
     /* The scratch memory outlives this call, and rows without an error give the secret away. */
     memset(numbers, 0, (size_t)(half * COMPLEX) * sizeof *numbers);
     memset(all.rows, 0, (size_t)(num_blocks * degree * WIDTH) * sizeof *all.rows);
+    if (all.waiting) memset(all.waiting, 0, (size_t)(num_blocks * degree * 3) * sizeof *all.waiting);
     _mm_sfence(); /* Threads that are notified after this see the stores that bypassed the caches. */
     return bound(seen);
 }

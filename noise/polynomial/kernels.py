@@ -24,16 +24,19 @@ import torch
 
 from runtime.compiled import COUNT, POINTER, Signature, load
 from wire.errors import ConfigurationError
+from wire.frame import ITEM_BYTES
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 LANES = 4
 """How many features (columns of a matrix) the compiled code transforms at once."""
 WIDTH = 16
 """How many features (columns of a product) the compiled code writes at once."""
+LINE_WIDTH = 64
+"""How many packed features fill whole cache lines, which the compiled code writes past the caches."""
 PACKED_BYTES = 3
 """The bytes of a packed number, whose low byte is zero and not stored."""
 
-_VERSION = 4
+_VERSION = 5
 """The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
 
 
@@ -43,10 +46,10 @@ _FUNCTIONS: dict[str, Signature] = {
     # matrix, stride, rank, degree, features, twiddles, out
     "veilbase_transform": ([POINTER, *[COUNT] * 4, *[POINTER] * 2], None),
     # hat, matrix, its bytes a row, columns of a tile, all columns, secrets, blocks, rank, degree, first, last,
-    # twiddles, how many, error, its bytes and strides, pointers to out, its stride, scratch
+    # twiddles, how many, error, its bytes and strides, pointers to out, its bytes a row and a number, scratch
     "veilbase_combine": (
-        [*[POINTER] * 2, *[COUNT] * 3, POINTER, *[COUNT] * 5, POINTER, COUNT, POINTER, *[COUNT] * 3, POINTER, COUNT,
-         POINTER],
+        [*[POINTER] * 2, *[COUNT] * 3, POINTER, *[COUNT] * 5, POINTER, COUNT, POINTER, *[COUNT] * 3, POINTER,
+         *[COUNT] * 2, POINTER],
         ctypes.c_double,
     ),
     # secrets, how many, degree, twiddles, out, scratch
@@ -164,20 +167,24 @@ class Rows:
         """Checks the memory.
 
         Args:
-            out: for each block int32, shape (N, features), CPU, all with the same stride from row to row, the numbers
-                of a row contiguous.
+            out: for each block int32, shape (N, features), or uint8, shape (N, 3 · features), for the high three bytes
+                of each number, little-endian, rounded; CPU, all with the same stride from row to row, the numbers of a
+                row contiguous.
 
         Raises:
             ConfigurationError: the tensors have other shapes, types, devices or layouts.
         """
         self._out = tuple(out)
-        is_right = bool(out) and out[0].dim() == 2
+        is_right = bool(out) and out[0].dim() == 2 and out[0].dtype in (torch.int32, torch.uint8)
         for each in out:
-            is_right &= each.dtype == torch.int32 and each.shape == out[0].shape and _has_rows(each)
-            is_right &= each.stride() == out[0].stride()
-        if not is_right:
-            raise ConfigurationError("expected rows of blocks, int32 and of one shape")
-        self.shape, self.stride = (len(out), *out[0].shape), out[0].stride(0)
+            is_right = is_right and each.dtype == out[0].dtype and each.shape == out[0].shape and _has_rows(each)
+            is_right = is_right and each.stride() == out[0].stride()
+        self.number_bytes = PACKED_BYTES if is_right and out[0].dtype == torch.uint8 else ITEM_BYTES
+        if not is_right or (self.number_bytes == PACKED_BYTES and out[0].shape[1] % PACKED_BYTES):
+            raise ConfigurationError("expected rows of blocks, int32 or three bytes a number, and of one shape")
+        num_rows, width = out[0].shape
+        self.shape = len(out), num_rows, width * out[0].itemsize // self.number_bytes
+        self.row_bytes = out[0].stride(0) * out[0].itemsize
         self.pointers = torch.tensor([each.data_ptr() for each in out], dtype=torch.int64, device="cpu")
 
 
@@ -279,6 +286,7 @@ class Combiner:
         added: tuple[int | None, int, int, int] = (None, 0, 0, 0)
         if error is not None:
             is_right = error.dtype in (torch.int8, torch.int16, torch.int32) and _has_rows(error)
+            is_right = is_right and rows.number_bytes == ITEM_BYTES  # Packed products take no error.
             if not is_right or error.shape != (num_blocks, degree, stop - start):
                 raise ConfigurationError("an error that does not fit the masks")
             added = error.data_ptr(), error.itemsize, error.stride(1), error.stride(0)
@@ -286,7 +294,8 @@ class Combiner:
         return float(
             self._library.veilbase_combine(
                 *matrix, self._secrets.data_ptr(), num_blocks, rank, degree, start, stop, self._table.place,
-                self._table.size, *added, rows.pointers.data_ptr(), rows.stride, scratch.data_ptr(),
+                self._table.size, *added, rows.pointers.data_ptr(), rows.row_bytes, rows.number_bytes,
+                scratch.data_ptr(),
             )
         )  # fmt: skip
 

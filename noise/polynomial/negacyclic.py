@@ -46,7 +46,7 @@ from typing import Protocol
 import torch
 from torch import get_num_threads
 
-from noise.blocks.arena import arena
+from noise.blocks.arena import arena, packed
 from noise.blocks.pool import alone, share
 from noise.params import LatticeParameters
 from noise.polynomial import kernels
@@ -288,6 +288,7 @@ def masks_and_effects(
     hint: torch.Tensor | Columns,
     draw: Callable[[Sequence[int]], torch.Tensor],
     parameters: LatticeParameters,
+    packs_effects: bool = False,
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Makes the masks of blocks, as `combine` does, and their effects, as `product` does. In the compiled form the
     threads share all of this at once, and an error is drawn where it is added, in the cache.
@@ -298,9 +299,10 @@ def masks_and_effects(
         hint: the hint.
         draw: returns a fresh error of a given shape. Several threads call it.
         parameters: gives k and N.
+        packs_effects: whether effects are packed (`wire.ring.widths.pack_effect`), which takes no longer.
 
     Returns:
-        The masks and the effects; see `combine` for both.
+        The masks and the effects; see `combine` for both. Packed effects are uint8, shape (N, 3 · features).
 
     Raises:
         ConfigurationError, MaskError: see `product`.
@@ -309,8 +311,12 @@ def masks_and_effects(
     num_blocks, half = secrets_hat.shape[0], secrets_hat.shape[2]
     if secrets_hat.is_complex():
         error = draw((num_blocks, 2 * half, features))
-        return combine(matrix_hat, secrets_hat, error), product(columns, secrets_hat, parameters)
-    masks, effects = (_output(num_blocks, 2 * half, each) for each in (features, columns.features))
+        masks, effects = combine(matrix_hat, secrets_hat, error), product(columns, secrets_hat, parameters)
+        return masks, [packed(each) for each in effects] if packs_effects else effects
+    masks, effects = (
+        _output(num_blocks, 2 * half, features),
+        _output(num_blocks, 2 * half, columns.features, packs_effects),
+    )
     combiner, mask_rows, effect_rows = kernels.Combiner(secrets_hat), kernels.Rows(masks), kernels.Rows(effects)
 
     def fill(chunks: Iterator[tuple[bool, int, int]]) -> None:
@@ -321,8 +327,9 @@ def masks_and_effects(
             else:
                 _fill_product(combiner, columns, effect_rows, start, stop)
 
+    effect_unit = kernels.LINE_WIDTH if packs_effects else kernels.WIDTH
     # Effects come first, since they take longer, so that the threads end at about the same time.
-    chunks = [(False, *each) for each in _compiled_chunks(columns.features)]
+    chunks = [(False, *each) for each in _compiled_chunks(columns.features, effect_unit)]
     share(fill, chunks + [(True, *each) for each in _compiled_chunks(features)])
     return masks, effects
 
@@ -335,10 +342,11 @@ def _fill_product(combiner: kernels.Combiner, columns: Columns, rows: kernels.Ro
         _check_distance(combiner.by_packed(packed, rows, start, stop))
 
 
-def _output(num_blocks: int, degree: int, features: int) -> Sequence[torch.Tensor]:
+def _output(num_blocks: int, degree: int, features: int, is_packed: bool = False) -> Sequence[torch.Tensor]:
     """Returns memory for the rows of each block. A block's memory is free again as soon as the block is used up,
     whatever becomes of the blocks that were made with it."""
-    return [arena().rows(degree, features) for _ in range(num_blocks)]
+    form = (kernels.PACKED_BYTES * features, torch.uint8) if is_packed else (features, torch.int32)
+    return [arena().rows(degree, *form) for _ in range(num_blocks)]
 
 
 class _Inverse:
@@ -438,11 +446,12 @@ def _as_columns(matrix: torch.Tensor | Columns) -> Columns:
     return TensorColumns(matrix) if isinstance(matrix, torch.Tensor) else matrix
 
 
-def _compiled_chunks(features: int) -> list[tuple[int, int]]:
+def _compiled_chunks(features: int, unit: int = kernels.WIDTH) -> list[tuple[int, int]]:
     """Returns the bounds (start, stop) of chunks of features for the compiled form. Each size but the last is a
-    multiple of `kernels.WIDTH`. Each thread takes about two chunks, within `LEAST_FEATURES` and `MOST_FEATURES`."""
+    multiple of `unit`, which is a multiple of `kernels.WIDTH`. Each thread takes about two chunks, within
+    `LEAST_FEATURES` and `MOST_FEATURES`."""
     each = -(-features // (2 * get_num_threads()))
-    size = -(-min(max(each, LEAST_FEATURES), MOST_FEATURES) // kernels.WIDTH) * kernels.WIDTH
+    size = -(-min(max(each, LEAST_FEATURES), MOST_FEATURES) // unit) * unit
     return [(start, min(start + size, features)) for start in range(0, features, size)]
 
 

@@ -146,7 +146,8 @@ def test_the_pools_size_follows_where_masks_are(
 @pytest.mark.parametrize(
     ("options", "features", "size"),
     [
-        ({}, 100_000, 1024 * 100_000 * 4),
+        ({}, 100_000, 1024 * 100_000 * (4 + 3) // 2),  # effects take three bytes a number
+        ({"hint_bits": 32}, 100_000, 1024 * 100_000 * 4),
         ({}, 1_000_000, 2500 << 20),  # a quarter of the free disk
         ({"hints": "stream"}, 1_000_000, 1024 * 1_000_000 * 4),  # what is fetched again tells nothing of free space
         ({"pool_bytes": 4096}, 100_000, 4096),

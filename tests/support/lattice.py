@@ -19,6 +19,7 @@ from wire.payload import Payload
 from wire.ring import coding
 from wire.ring.quantise import max_norms
 from wire.ring.seeded_rows import SeededRows
+from wire.ring.widths import unpacked_effect
 
 DEFAULT = PARAMETERS["default"]
 """The parameters that a client uses if the user names none."""
@@ -127,6 +128,11 @@ def reference_product(matrix: torch.Tensor, secrets: torch.Tensor) -> torch.Tens
             turned = torch.cat((-polynomials[i, degree - shift :], polynomials[i, : degree - shift]))
             total += secrets[:, i, shift].to(torch.int64).view(-1, 1, 1) * turned
     return ((total + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+
+def whole(effect: torch.Tensor) -> torch.Tensor:
+    """Returns an effect as int32, whether it is packed or not."""
+    return effect if effect.dtype == torch.int32 else unpacked_effect(effect)
 
 
 ETA = 21

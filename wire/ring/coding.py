@@ -16,6 +16,7 @@ from wire.errors import MaskOverflow, NotFinite
 from wire.ring import codec_triton, kernels
 from wire.ring.buffers import unwritten_tensor
 from wire.ring.product import product, products, to_int32
+from wire.ring.widths import unpacked_effect
 
 __all__ = ["HALF_MODULUS", "RowCodec", "decode", "encode", "product", "products", "to_int32"]
 
@@ -143,14 +144,20 @@ def decode(
         beta: β, float32, shape (num_rows, 1), from `encode`.
         alpha: α, float32, shape (m,), on the reply's device; None for the backward direction, in which `encode` has
             multiplied the rows by α.
-        effect: int32, shape (num_rows, m), the product of the mask's rows and the weight; None if there is no mask, or
-            if the effect has been subtracted already.
+        effect: int32, shape (num_rows, m), or packed (`wire.ring.widths.pack_effect`), the product of the mask's rows
+            and the weight; None if there is no mask, or if the effect has been subtracted already.
 
     Returns:
         float32, shape (num_rows, m).
     """
-    if kernels.available() and kernels.codes(reply) and (effect is None or kernels.codes(effect)):
+    if kernels.available() and kernels.codes(reply) and (effect is None or kernels.subtracts(effect)):
         return kernels.decode(reply, effect, beta, alpha)
+    if effect is not None and effect.dtype == torch.uint8:
+        whole = unpacked_effect(effect)
+        product = decode(reply, beta, alpha, whole)
+        if not whole.is_cpu:
+            whole.zero_()  # A device's memory may come to another process.
+        return product
     if reply.is_cuda and codec_triton.is_usable(reply.device):
         return codec_triton.decode(reply, beta, alpha, effect)
     if effect is not None:

@@ -30,8 +30,10 @@ from wire.ring.tiles import Tile, product_tiles, row_tiles
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 
-_VERSION = 6
+_VERSION = 7
 """The version of the functions' signatures, as in kernels.c. A library with another version is not used."""
+EFFECT_BYTES = 3
+"""The bytes of a number of an effect that is packed: the high three of four, little-endian. The low byte is zero."""
 _BYTE: Any = ctypes.c_char
 _FLOAT: Any = ctypes.c_float
 
@@ -55,8 +57,8 @@ _FUNCTIONS: dict[str, Signature] = {
     "veilbase_pack": ([POINTER, *[COUNT] * 4, POINTER], None),
     # packed, how many, d, bits, rows
     "veilbase_unpack": ([POINTER, *[COUNT] * 3, POINTER], COUNT),
-    # reply, stride, effect, stride, alpha, betas, how many, m, out, stride
-    "veilbase_decode": ([*[POINTER, COUNT] * 2, *[POINTER] * 2, *[COUNT] * 2, POINTER, COUNT], None),
+    # reply, stride, effect, its bytes a row and a number, alpha, betas, how many, m, out, stride
+    "veilbase_decode": ([*[POINTER, COUNT] * 2, COUNT, *[POINTER] * 2, *[COUNT] * 2, POINTER, COUNT], None),
 }
 """The compiled functions, with the types of their arguments and results."""
 
@@ -194,6 +196,23 @@ def codes(matrix: torch.Tensor) -> bool:
     return matrix.is_contiguous() or matrix.stride(1) == 1 or matrix.shape[1] == 1  # The first is cheaper to ask for.
 
 
+def subtracts(effect: torch.Tensor) -> bool:
+    """Tells whether `decode` can read an effect: int32 or packed, on the CPU, each row contiguous."""
+    return codes(effect) or (
+        effect.dtype == torch.uint8
+        and effect.is_cpu
+        and effect.dim() == 2
+        and (effect.is_contiguous() or effect.stride(1) == 1)
+    )
+
+
+def _effect_bytes(effect: torch.Tensor, num_rows: int, m: int) -> int:
+    """Returns how many bytes a number of an effect has, 4 or `EFFECT_BYTES`; 0 if it is no effect of this shape."""
+    if effect.dtype == torch.int32 and effect.shape == (num_rows, m):
+        return 4
+    return EFFECT_BYTES if effect.dtype == torch.uint8 and effect.shape == (num_rows, EFFECT_BYTES * m) else 0
+
+
 def encode(
     rows: torch.Tensor, alpha: torch.Tensor | None, budget: float, smallest: float, encoded: torch.Tensor
 ) -> torch.Tensor | None:
@@ -250,7 +269,8 @@ def decode(
 
     Args:
         reply: int32, shape (num_rows, m), for which `codes` returns True.
-        effect: what is subtracted mod 2^32, with the dtype and shape of `reply`; None to subtract nothing.
+        effect: what is subtracted mod 2^32, with the dtype and shape of `reply`, or packed: uint8, shape (num_rows,
+            3 · m); None to subtract nothing.
         betas: the scales that `encode` returned, float32, shape (num_rows, 1), contiguous, CPU.
         alpha: the scales of the weight's columns, float32, shape (m,), contiguous, CPU; None stands for ones.
 
@@ -264,7 +284,8 @@ def decode(
     if library is None or reply.dtype != torch.int32 or not codes(reply):
         raise InvalidTensor("no compiled kernel for this reply")
     num_rows, m = reply.shape
-    if effect is not None and (effect.dtype != torch.int32 or effect.shape != reply.shape or not codes(effect)):
+    number_bytes = 0 if effect is None else _effect_bytes(effect, num_rows, m)
+    if effect is not None and (number_bytes == 0 or not subtracts(effect)):
         raise InvalidTensor("no compiled kernel for this effect")
     _check_written(betas, num_rows, 1, torch.float32)
     _check_alpha(alpha, m)
@@ -273,16 +294,16 @@ def decode(
     factors = None if alpha is None else alpha.data_ptr()
     taken = None if effect is None else effect.data_ptr()
     if num_rows == 1:
-        library.veilbase_decode(start, m, taken, m, factors, scale, 1, m, to, m)
+        library.veilbase_decode(start, m, taken, 0, number_bytes, factors, scale, 1, m, to, m)
         return made
-    stride, taken_stride = reply.stride(0), 0 if effect is None else effect.stride(0)
+    stride, taken_row = reply.stride(0), 0 if effect is None else effect.stride(0) * effect.itemsize
     written = reply, effect, betas, alpha, made
 
     def work(tiles: Iterator[tuple[int, int]], _held: object = written) -> None:
         for first, count in tiles:
             library.veilbase_decode(
-                start + 4 * stride * first, stride, None if taken is None else taken + 4 * taken_stride * first,
-                taken_stride, factors, scale + 4 * first, count, m, to + 4 * m * first, m,
+                start + 4 * stride * first, stride, None if taken is None else taken + taken_row * first, taken_row,
+                number_bytes, factors, scale + 4 * first, count, m, to + 4 * m * first, m,
             )  # fmt: skip
 
     share(work, row_tiles(num_rows, m))
@@ -462,7 +483,8 @@ class RowCodec:
         """Subtracts the mask's effect from a reply row and returns the real product.
 
         Args:
-            reply, effect: int32, shape (1, m), contiguous, CPU; `effect` None subtracts nothing.
+            reply: int32, shape (1, m), contiguous, CPU.
+            effect: int32, shape (1, m), or packed: uint8, shape (1, 3 · m); contiguous, CPU; None subtracts nothing.
             beta: the β that `encode` returned.
 
         Returns:
@@ -471,18 +493,16 @@ class RowCodec:
         Raises:
             InvalidTensor: an argument is not as described.
         """
+        is_right = reply.dtype == torch.int32 and reply.shape == self._reply_shape
         for each in (reply,) if effect is None else (reply, effect):
-            if (
-                each.dtype != torch.int32
-                or each.shape != self._reply_shape
-                or not each.is_contiguous()
-                or not each.is_cpu
-            ):
-                raise InvalidTensor("no compiled kernel for this reply")
+            is_right = is_right and each.is_contiguous() and each.is_cpu
+        number_bytes = 0 if effect is None else _effect_bytes(effect, *self._reply_shape)
+        if not is_right or (effect is not None and number_bytes == 0):
+            raise InvalidTensor("no compiled kernel for this reply")
         made = torch.empty(self._reply_shape, dtype=torch.float32, device="cpu")
         self._decode(
-            reply.data_ptr(), self._m, None if effect is None else effect.data_ptr(), self._m, self._reply_factors,
-            ctypes.byref(beta), self._one, self._m, made.data_ptr(), self._m,
+            reply.data_ptr(), self._m, None if effect is None else effect.data_ptr(), 0, number_bytes,
+            self._reply_factors, ctypes.byref(beta), self._one, self._m, made.data_ptr(), self._m,
         )  # fmt: skip
         return made
 

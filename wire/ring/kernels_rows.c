@@ -157,26 +157,43 @@ AVX2 int64_t veilbase_unpack(const uint8_t *packed, int64_t num_rows, int64_t d,
     return ends;
 }
 
+/* Loads eight numbers of an effect, of which there are four bytes each, or the high three: then the low byte is zero. */
+AVX2 static inline __m256i eight_of_effect(const uint8_t *at, int64_t effect_bytes) {
+    if (effect_bytes == 4) return _mm256_loadu_si256((const __m256i *)at);
+    const __m256i places = _mm256_setr_epi8(-1, 0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11,
+                                            -1, 4, 5, 6, -1, 7, 8, 9, -1, 10, 11, 12, -1, 13, 14, 15);
+    /* The second half is loaded from four bytes before it, so that nothing behind the numbers is read. */
+    return _mm256_shuffle_epi8(_mm256_loadu2_m128i((const __m128i *)(at + 8), (const __m128i *)at), places);
+}
+
+static inline uint32_t one_of_effect(const uint8_t *at, int64_t effect_bytes) {
+    uint32_t number = 0;
+    for (int64_t i = 0; i < effect_bytes; i++) number |= (uint32_t)at[i] << 8 * (4 - effect_bytes + i);
+    return number;
+}
+
 /*
  * Unmasks and scales replies: out = float(reply - effect mod 2^32) * alpha * beta, in float32 and that order.
  *
- * reply, effect: num_rows of m int32 numbers, `stride` and `effect_stride` apart; effect is NULL if there is none.
+ * reply: num_rows of m int32 numbers, `stride` apart. effect: num_rows of m numbers of `effect_bytes` bytes, 4 or 3,
+ * `effect_stride` bytes apart; NULL if there is none. Of three bytes, the numbers are 256 times theirs.
  * alpha: m numbers, or NULL for ones. betas: one for each row. out: num_rows of m float32 numbers, `out_stride` apart.
  */
-AVX2 void veilbase_decode(const int32_t *reply, int64_t stride, const int32_t *effect, int64_t effect_stride,
-                          const float *alpha, const float *betas, int64_t num_rows, int64_t m, float *out, int64_t out_stride) {
+AVX2 void veilbase_decode(const int32_t *reply, int64_t stride, const uint8_t *effect, int64_t effect_stride,
+                          int64_t effect_bytes, const float *alpha, const float *betas, int64_t num_rows, int64_t m,
+                          float *out, int64_t out_stride) {
     for (int64_t i = 0; i < num_rows; i++, reply += stride, out += out_stride) {
         __m256 beta = _mm256_set1_ps(betas[i]);
         int64_t j = 0;
         for (; j + 8 <= m; j += 8) {
             __m256i numbers = _mm256_loadu_si256((const __m256i *)(reply + j));
-            if (effect) numbers = _mm256_sub_epi32(numbers, _mm256_loadu_si256((const __m256i *)(effect + j)));
+            if (effect) numbers = _mm256_sub_epi32(numbers, eight_of_effect(effect + j * effect_bytes, effect_bytes));
             __m256 reals = _mm256_cvtepi32_ps(numbers);
             if (alpha) reals = _mm256_mul_ps(reals, _mm256_loadu_ps(alpha + j));
             _mm256_storeu_ps(out + j, _mm256_mul_ps(reals, beta));
         }
         for (; j < m; j++) {
-            uint32_t number = (uint32_t)reply[j] - (effect ? (uint32_t)effect[j] : 0);
+            uint32_t number = (uint32_t)reply[j] - (effect ? one_of_effect(effect + j * effect_bytes, effect_bytes) : 0);
             float real = (float)(int32_t)number;
             out[j] = (alpha ? real * alpha[j] : real) * betas[i];
         }

@@ -29,6 +29,8 @@ REQUEST_BITS = (24, 26, 28, FULL_BITS)
 """The widths that rows of a request may have."""
 SHORT_REPLY_BITS = 16
 """The width of a reply that is not exact."""
+PACKED_EFFECT_BITS = 8 * kernels.EFFECT_BYTES
+"""The bits of an effect's number that is packed. What `pack` makes of them is the high three bytes of each number."""
 _SLICE_NUMBERS = 1 << 20
 """How many numbers are packed at a time without compiled kernels, at the cost of 64 bytes each."""
 
@@ -148,3 +150,34 @@ def _unpack_slowly(data: memoryview, rows: torch.Tensor, bits: int) -> bool:
         numbers = np.packbits(whole, axis=2, bitorder="little").view("<u4")[:, :, 0]
         rows[start : start + step] = torch.from_numpy(numbers.astype(np.uint32).view(np.int32))
     return is_clean
+
+
+def pack_effect(effect: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Keeps the high three bytes of each number of an effect, which loses nothing of multiples of 256. Other numbers
+    are rounded to such, halves up.
+
+    Args:
+        effect: int32, shape (num_rows, m), CPU.
+        packed: uint8, shape (num_rows, 3 · m), CPU, contiguous; written.
+
+    Returns:
+        `packed`.
+    """
+    pack(effect, PACKED_EFFECT_BITS, memoryview(packed.view(-1).numpy()))  # type: ignore[arg-type]
+    return packed
+
+
+def unpacked_effect(packed: torch.Tensor) -> torch.Tensor:
+    """Undoes `pack_effect`.
+
+    Args:
+        packed: uint8, shape (num_rows, 3 · m), any device and strides.
+
+    Returns:
+        int32, shape (num_rows, m), whose low bytes are zero.
+    """
+    num_rows, num_bytes = packed.shape
+    cols = num_bytes // kernels.EFFECT_BYTES
+    made = torch.zeros(num_rows, cols, 4, dtype=torch.uint8, device=packed.device)
+    made[:, :, 4 - kernels.EFFECT_BYTES :] = packed.unflatten(1, (cols, kernels.EFFECT_BYTES))
+    return made.view(torch.int32).view(num_rows, cols)

@@ -17,6 +17,7 @@ from attacks.programs.weakenings import WEAKNESSES, Weakness, changed
 from attacks.victim import draws
 from attacks.victim.draws import Check, Errors, Lags, Statistics, Watch, pair_lags, sequence_lags
 from noise import sampling
+from noise.blocks.arena import packed
 from noise.hints.store import HintStore
 from noise.ledger.ledger import Ledger
 from noise.masks.lattice import Lattice
@@ -279,10 +280,11 @@ def test_an_error_that_is_lost_behind_the_sampler_is_caught(tmp_path: Path, monk
     combine = negacyclic.combine
 
     def without(
-        matrix: Any, secrets: torch.Tensor, hint: Any, draw: Callable[..., torch.Tensor], parameters: Any
+        matrix: Any, secrets: torch.Tensor, hint: Any, draw: Callable[..., torch.Tensor], parameters: Any, packs: bool
     ) -> tuple[Any, Any]:
         draw((len(secrets), parameters.ring_degree, matrix.features))
-        return combine(matrix, secrets), negacyclic.product(hint, secrets, parameters)
+        effects = negacyclic.product(hint, secrets, parameters)
+        return combine(matrix, secrets), [packed(each) for each in effects] if packs else effects
 
     monkeypatch.setattr(negacyclic, "masks_and_effects", without)
     _, checks = look(tmp_path)

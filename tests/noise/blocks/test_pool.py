@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from noise.blocks.arena import arena
+from noise.blocks.arena import arena, packed
 from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool, RowCounts, default_bytes
 from noise.blocks.row_file import RowFile
 from noise.blocks.slots import Slots
@@ -27,6 +27,7 @@ from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S, end, until
 from wire.errors import MaskError, MaskReused, Unavailable
 from wire.frame import Direction
+from wire.ring.widths import unpacked_effect
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 BLOCK_ROWS = 8
@@ -446,6 +447,37 @@ def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
 )
 def test_the_default_budget_follows_model_and_machine(features: int, free_bytes: int | None, expected: int) -> None:
     assert default_bytes(features, free_bytes) == expected
+
+
+def test_the_default_budget_holds_as_many_rows_with_packed_effects() -> None:
+    assert default_bytes(250_000, None, 3) == 256 * (4 + 3) * 250_000
+
+
+class PackingMill(Mill):
+    """Makes effects of three bytes a number, as the lattice mask does."""
+
+    def block(self, spec: GroupSpec, direction: Direction) -> Block:
+        whole = super().block(spec, direction)
+        return Block(whole.mask, packed(256 * whole.effect), whole.slots)
+
+
+@pytest.mark.parametrize("waits", ["memory", "disk"])
+def test_packed_effects_are_counted_and_handed_out_as_they_are(tmp_path: Path, waits: str) -> None:
+    """Rows of one block and of several, from memory and from a file; bytes are those that wait."""
+    spec, budget = group(), 8 * BLOCK_ROWS * (4 * 3 + 3 * 5 + 4 * 5 + 3 * 3)
+    file = RowFile(tmp_path, budget, held_bytes=100) if waits == "disk" else None
+    pool = MaskPool(PackingMill(), BLOCK_ROWS, budget, False, features=8, file=file, effect_bytes=3)
+    with contextlib.closing(pool):
+        for direction, row in ((FORWARD, 4 * 3 + 3 * 5), (BACKWARD, 4 * 5 + 3 * 3)):
+            assert pool.row_bytes(spec, direction) == row
+            before = pool.ready_bytes
+            pool.prepare(spec, direction, 2 * BLOCK_ROWS)
+            assert pool.ready_bytes - before == 2 * BLOCK_ROWS * row
+            for num_rows in (0, 1, BLOCK_ROWS + 2):
+                mask, effect = pool.take(spec, direction, num_rows)
+                assert effect.dtype == torch.uint8
+                assert effect.shape == (num_rows, 3 * spec.widths(direction)[1])
+                numbers((256 * mask, unpacked_effect(effect)))
 
 
 def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:

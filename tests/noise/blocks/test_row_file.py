@@ -559,6 +559,6 @@ def test_the_default_size_follows_model_and_disk(features: int, free_bytes: int 
 
 
 def test_the_rows_of_a_record_follow_the_model(file: RowFile) -> None:
-    assert file.rows_of_records(0) == file.rows_of_records(270_000 // 2) == MOST_RECORD_ROWS
-    assert file.rows_of_records(65_792 * 32) == HELD_BYTES // (65_792 * 32 * 4) == 15
+    assert file.rows_of_records(0) == file.rows_of_records(4 * 270_000 // 2) == MOST_RECORD_ROWS
+    assert file.rows_of_records(65_792 * 32 * 4) == HELD_BYTES // (65_792 * 32 * 4) == 15
     assert file.rows_of_records(1 << 40) == 1

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from noise import sampling
+from noise.masks import lattice
 from noise.masks.off import Off
 from noise.params import PARAMETERS, LatticeParameters
+from noise.polynomial import negacyclic
 from noise.scheme import RowEncoder, decode_rows, encode_rows
 from tests.support.compiled_kernels import needs_products
 from tests.support.lattice import (
@@ -26,6 +28,8 @@ from tests.support.lattice import (
     reference_product,
     rows_of,
     sent,
+    weight_of,
+    whole,
     wide,
 )
 from wire.errors import InvalidTensor
@@ -70,12 +74,61 @@ def test_masks_less_effects_are_the_error_times_the_weight(
         scheme = make(parameters, bits=bits)
         mask, effect = scheme.pool.take(provider.groups[0], direction, parameters.ring_degree)
         (secret,), (error,) = drawn["secret"], drawn["error"]
-        left = coding.product(mask, matrix) - effect - coding.product(error[0].to(torch.int32), matrix)
+        left = coding.product(mask, matrix) - whole(effect) - coding.product(error[0].to(torch.int32), matrix)
         if bits == 32:
             assert not bool(left.any())
         else:
             bound = 2 ** (32 - bits - 1) * int(secret.abs().sum())
             assert 0 < int(left.abs().max()) <= bound
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("bits", [24, 22])
+@pytest.mark.parametrize("num_rows", [1, DEFAULT.ring_degree, 3 * DEFAULT.ring_degree // 2])
+def test_packing_an_effect_loses_nothing(
+    make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch, direction: Direction, bits: int, num_rows: int
+) -> None:
+    """Rounded hints are multiples of 256, and so are their products with secrets. One row comes from a piece."""
+    spec, wholes = provider.groups[0], []
+    scheme = make(bits=bits, features=64, pool_bytes=4 * 64 * 200 if num_rows == 1 else 1 << 30)
+    original, pack = negacyclic.masks_and_effects, lattice.packed
+
+    def whole_effects(*arguments: Any) -> Any:
+        masks, effects = original(*arguments[:-1])
+        wholes.extend(effects)
+        return masks, [pack(each) for each in effects]
+
+    def noted(effect: torch.Tensor) -> torch.Tensor:
+        wholes.append(effect.clone())
+        return pack(effect)
+
+    monkeypatch.setattr(lattice, "packed", noted)
+    with monkeypatch.context() as patched:
+        patched.setattr(negacyclic, "masks_and_effects", whole_effects)
+        _, effect = scheme.pool.take(spec, direction, num_rows)
+    exact = torch.cat(wholes)[:num_rows]
+    assert effect.dtype == torch.uint8
+    assert torch.equal(whole(effect), exact)
+    assert bool(exact.any())
+    reply, scales = (
+        coding.product(rows_of(num_rows, 9).to(torch.int32), weight_of(9, exact.shape[1])),
+        rows_of(num_rows, 1),
+    )
+    unmasked = decode_rows(spec, direction, reply, scales, effect)
+    assert torch.equal(unmasked, decode_rows(spec, direction, reply, scales, exact))
+
+
+def test_effects_keep_32_bits_where_hints_do(make: Any, provider: Provider) -> None:
+    for options in ({"bits": 32}, {"folder": None}, {"bits": 32, "precision": "balanced"}):
+        scheme, spec = make(**options), provider.groups[0]
+        _, effect = scheme.pool.take(spec, FORWARD, DEFAULT.ring_degree // 2)
+        assert effect.dtype == torch.int32
+        assert bool((effect & 0xFF).any())
+        assert scheme.pool.ready_bytes == DEFAULT.ring_degree * 4 * (spec.in_features + spec.out_features)
+    scheme, spec = make(), provider.groups[0]
+    _, effect = scheme.pool.take(spec, FORWARD, 1)
+    assert effect.shape == (1, 3 * spec.out_features)
+    assert scheme.pool.ready_bytes == DEFAULT.ring_degree * (4 * spec.in_features + 3 * spec.out_features)
 
 
 # ---- results --------------------------------------------------------------------------------------------------------

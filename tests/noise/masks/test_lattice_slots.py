@@ -22,6 +22,7 @@ from tests.support.lattice import (
     rows_of,
     sent,
     weight_of,
+    whole,
     wide,
 )
 from tests.support.threads import in_child
@@ -55,9 +56,9 @@ def test_a_value_that_is_not_finite_costs_nothing(make: Any, provider: Provider,
     assert scheme.pool.ready_rows() == left
 
 
-WIDE: dict[str, Any] = {"pool_bytes": 4 * 64 * 200, "features": 64}
-"""The settings of a pool of 200 rows of the first group, of which one piece takes less than half. A block of 512 rows
-gives pieces of 86 rows, and a last one of 82."""
+WIDE: dict[str, Any] = {"pool_bytes": (4 + 3) * 32 * 200, "features": 64}
+"""The settings of a pool of 200 rows of the first group, whose effects are packed. One piece takes less than half of
+it. A block of 512 rows gives pieces of 86 rows, and a last one of 82."""
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
@@ -67,7 +68,8 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
 ) -> None:
     """By the schoolbook product, row t of the joined pieces is row t of A·s plus an error of its own. One secret is
     counted."""
-    scheme, spec = make(bits=bits, **WIDE), provider.groups[0]
+    budget = 4 * 64 * 200 if bits == 32 else WIDE["pool_bytes"]
+    scheme, spec = make(bits=bits, **{**WIDE, "pool_bytes": budget}), provider.groups[0]
     parts = [scheme.pool.take(spec, direction, 1) for _ in range(DEFAULT.ring_degree - 82)]
     assert live_secrets() == 1
     parts += [scheme.pool.take(spec, direction, 1) for _ in range(82)]
@@ -78,7 +80,7 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     public = SeededRows(provider.hints[0][1].seed, 0, DEFAULT.dimension).expand(matrix.shape[0])
     assert torch.equal(mask - error, reference_product(public, secret)[0])
-    off = effect - reference_product(coding.product(public, matrix), secret)[0]
+    off = whole(effect) - reference_product(coding.product(public, matrix), secret)[0]
     assert int(off.abs().max()) <= (0 if bits == 32 else 2**7 * int(secret.abs().sum()))
     assert live_secrets() == 0, "a secret is dropped with its last row"
     scheme.pool.take(spec, direction, 1)

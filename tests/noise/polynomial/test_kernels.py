@@ -4,6 +4,7 @@ given memory."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import platform
 import subprocess
 import sys
@@ -94,6 +95,55 @@ def test_every_width_and_error(rank: int, degree: int, features: int, dtype: tor
             again = torch.empty_like(expected)
             assert combiner.by_transforms(hat, kernels.Rows(list(again)), start, features, added) < 1e-3
             assert torch.equal(again[:, :, start:], expected[:, :, start:])
+
+
+@needs_transforms
+@pytest.mark.parametrize("features", [1, 4, 17, 32, 48, 64, 80, 128, 192, 200])
+@pytest.mark.parametrize(("rank", "degree"), [(1, 2), (2, 4), (1, 16), (2, 64)])
+def test_products_are_packed_as_their_high_bytes(rank: int, degree: int, features: int) -> None:
+    """In whole cache lines and in parts, wherever a call begins and ends: the three high bytes, rounded."""
+    matrix, secrets = draw(rank, degree, features, 3)
+    rounded = (reference_product(matrix, secrets) + 128).view(torch.uint8).view(3, degree, features, 4)
+    expected = rounded[..., 1:].reshape(3, degree, 3 * features)
+    combiner, hat = kernels.Combiner(kernels.secret_transform(secrets)), kernels.transform(matrix, rank, degree)
+    starts = {0, 4, 64, 128, features // 64 * 64, features // 4 * 4}
+    for start, stop in itertools.product(starts, {*starts, features // 2, features}):
+        if not start < stop <= features:
+            continue
+        for offset in (0, 64, 16, 3):  # as cache lines, as vectors, and as neither
+            memory = torch.full((3 * degree * (3 * features + 64) + 256,), 7, dtype=torch.uint8)
+            begin = -memory.data_ptr() % 64 + offset
+            row = 3 * features if offset == 0 else -(-(3 * features) // 64) * 64
+            out = memory[begin : begin + 3 * degree * row].view(3, degree, row)[:, :, : 3 * features]
+            assert combiner.by_transforms(hat, kernels.Rows(list(out)), start, stop) < 1e-3
+            assert torch.equal(out[:, :, 3 * start : 3 * stop], expected[:, :, 3 * start : 3 * stop])
+            out[:, :, 3 * start : 3 * stop] = 7
+            assert bool((memory == 7).all())
+
+
+@needs_transforms
+@pytest.mark.parametrize("features", [32, 48, 64, 80])
+def test_no_product_stays_in_the_memory_that_calls_share(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without an error give the secret away. A matrix's transforms are public and may stay."""
+    rank, degree = 2, 64
+    matrix, secrets = draw(rank, degree, features, 3)
+    used: list[torch.Tensor] = []
+
+    def noted(size: int) -> torch.Tensor:
+        used.append(torch.full((size,), 1.0, dtype=torch.float64))
+        return used[-1]
+
+    secrets_hat = kernels.secret_transform(secrets)
+    monkeypatch.setattr(kernels, "_scratch", noted)
+    memory = torch.zeros(3 * degree * 3 * 128 + 64, dtype=torch.uint8)
+    begin = -memory.data_ptr() % 64
+    out = memory[begin : begin + 3 * degree * 3 * 128].view(3, degree, 3 * 128)[:, :, : 3 * features]
+    kernels.Combiner(secrets_hat).by_matrix(matrix, kernels.Rows(list(out)), 0, features)
+    assert bool(out.any())
+    (scratch,) = used
+    numbers, hat = degree // 2 * 2 * kernels.LANES, rank * degree // 2 * 2 * kernels.LANES
+    assert not bool(scratch[:numbers].any())
+    assert not bool(scratch[numbers + hat :].any())
 
 
 def packed_matrix(matrix: torch.Tensor, tile_features: int, before: int) -> tuple[kernels.PackedMatrix, torch.Tensor]:
@@ -264,6 +314,8 @@ def test_refuses_what_the_compiled_code_would_not_notice() -> None:
         [*out[:2], torch.zeros(8, 7, dtype=torch.int32)],
         [],
         out.to("meta"),
+        torch.zeros(3, 8, 16, dtype=torch.uint8),
+        [out[0], *torch.zeros(2, 8, 18, dtype=torch.uint8)],
     ):
         with pytest.raises(ConfigurationError, match="rows of blocks"):
             kernels.Rows(list(bad_out))
@@ -280,6 +332,9 @@ def test_refuses_what_the_compiled_code_would_not_notice() -> None:
     ):
         with pytest.raises(ConfigurationError, match="does not fit the masks"):
             combiner.by_matrix(matrix, rows, 0, 6, bad_error)
+    packed = kernels.Rows(list(torch.zeros(3, 8, 18, dtype=torch.uint8)))
+    with pytest.raises(ConfigurationError, match="does not fit the masks"):
+        combiner.by_matrix(matrix, packed, 0, 6, torch.zeros(3, 8, 6, dtype=torch.int8))
     for bad in (matrix[:15], matrix.to(torch.int64), matrix[:, :5], matrix.to("meta")):
         with pytest.raises(ConfigurationError):
             combiner.by_matrix(bad, rows, 0, 6)
@@ -309,7 +364,7 @@ from tests.support.compiled_kernels import guarded
 from tests.support.lattice import reference_product
 rng = Csprng()
 for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
-    for features in (1, 3, 4, 6, 16, 18, 37):
+    for features in (1, 3, 4, 6, 16, 18, 37, 64, 128, 144):
         matrix = guarded(torch.randint(-2**31, 2**31, (rank * degree, features)).to(torch.int32))
         secrets = guarded(ternary(rng, (2, rank, degree)))
         error = guarded(torch.randint(-21, 22, (2, degree, features)).to(torch.int8))
@@ -324,6 +379,10 @@ for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
         out.zero_()
         combiner.by_transforms(hat, rows, 0, features, error)
         assert torch.equal(out, expected)
+        high_bytes = guarded(torch.zeros(2, degree, 3 * features, dtype=torch.uint8))
+        combiner.by_transforms(hat, kernels.Rows(list(high_bytes)), 0, features)
+        rounded = (reference_product(matrix, secrets) + 128).view(torch.uint8).view(2, degree, features, 4)
+        assert torch.equal(high_bytes, rounded[..., 1:].reshape(2, degree, -1))
         if features % 4 == 0:
             high = matrix.contiguous().view(torch.uint8).view(rank * degree, features, 4)[..., 1:]
             tiles = [each.reshape(-1) for each in high.split(12, dim=1)]

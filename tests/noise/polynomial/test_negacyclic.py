@@ -23,6 +23,7 @@ from tests.support.repository import ROOT
 from tests.vectors import make_lattice_vectors
 from wire.errors import ConfigurationError, MaskError
 from wire.ring import coding
+from wire.ring.widths import unpacked_effect
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 VECTORS = ROOT / "tests" / "vectors"
@@ -197,6 +198,22 @@ def test_each_column_of_a_mask_has_the_error_that_was_drawn_for_it(num_threads: 
     assert counts.tolist() == widths
     assert sum(widths) == 401
     assert len(widths) > 1 or not is_compiled
+
+
+@pytest.mark.parametrize("features", [5, 64, 401])
+def test_packed_effects_are_the_effects_rounded(features: int) -> None:
+    parameters = toy(16, 2)
+    matrix, hint = random_matrix(parameters, 7), random_matrix(parameters, features)
+    secrets = random_secrets(parameters, 3)
+
+    def draw(shape: Any) -> torch.Tensor:
+        return torch.ones(tuple(shape), dtype=torch.int16)
+
+    arguments = transform(matrix, parameters), secret_transform(secrets), hint, draw, parameters
+    masks, effects = negacyclic.masks_and_effects(*arguments, packs_effects=True)
+    expected = (reference_product(hint, secrets) + 128) & ~0xFF
+    assert torch.equal(torch.stack([unpacked_effect(each) for each in effects]), expected)
+    assert torch.equal(torch.stack(list(masks)), reference_product(matrix, secrets) + 1)
 
 
 def test_a_slice_of_the_transforms_serves_a_narrower_layer() -> None:

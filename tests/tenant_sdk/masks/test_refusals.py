@@ -275,9 +275,9 @@ def test_where_ready_masks_wait_on_disk_is_told(site: Site, monkeypatch: pytest.
     client, _ = site.inproc("llama", mask_options={"pool": "disk", "pool_bytes": 60_000_000, "background": False})
     client.prepare(512)
     folder = site.folder / "cache" / "masks"
-    features = sum(info.in_features + info.out_features for info in client.connect().groups)
+    row_bytes = sum(4 * info.in_features + 3 * info.out_features for info in client.connect().groups)
     said = explained(client)["pool"]
-    assert f"{512 * 4 * features / 1e6:.0f} of 60 MB of masks and effects ready, encrypted in a file without" in said
+    assert f"{512 * row_bytes / 1e6:.0f} of 60 MB of masks and effects ready, encrypted in a file without" in said
     assert f"in {folder}, 0 of them in memory (read ahead: at most 134 MB): at least 512 rows" in said
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(negacyclic, "combine", lambda *arguments: pytest.fail("masks were to be ready"))
@@ -285,7 +285,7 @@ def test_where_ready_masks_wait_on_disk_is_told(site: Site, monkeypatch: pytest.
     for spec in specs(client).values():
         for _ in range(20):
             pool.take(spec, FORWARD, 1)
-    assert 0 < pool.held_bytes <= 16 * 4 * features
+    assert 0 < pool.held_bytes <= 16 * row_bytes
     client.close()
     assert pool.file.is_closed
 
@@ -301,7 +301,7 @@ def test_prepared_tokens_are_found_ready(site: Site, monkeypatch: pytest.MonkeyP
     client, _ = site.inproc("llama", mask_options={"background": False})
     client.prepare(100, backward=True)
     scheme: Any = site.sessions[-1].scheme
-    assert scheme.pool.ready_bytes == 2 * 512 * 4 * sum(
+    assert scheme.pool.ready_bytes == 512 * (4 + 3) * sum(
         info.in_features + info.out_features for info in client.connect().groups
     )
     monkeypatch.setattr(negacyclic, "combine", lambda *arguments: pytest.fail("masks were to be ready"))
@@ -312,13 +312,12 @@ def test_prepared_tokens_are_found_ready(site: Site, monkeypatch: pytest.MonkeyP
 def test_more_tokens_than_the_budget_holds_are_shared_fairly(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """`prepare` is asked for more tokens than the budget has room for. Every layer then gets masks for the same number
     of rows, 48."""
-    features = sum(info.in_features + info.out_features for info in site.served_models["llama"].manifest().groups)
-    client, _ = site.inproc(
-        "llama", mask_options={"background": False, "pool_bytes": 3 * 16 * 4 * features} | TOY_OPTIONS
-    )
+    groups = site.served_models["llama"].manifest().groups
+    row_bytes = sum(4 * info.in_features + 3 * info.out_features for info in groups)
+    client, _ = site.inproc("llama", mask_options={"background": False, "pool_bytes": 3 * 16 * row_bytes} | TOY_OPTIONS)
     client.prepare(10_000)
     scheme: Any = site.sessions[-1].scheme
-    assert scheme.pool.ready_bytes == 48 * 4 * features
+    assert scheme.pool.ready_bytes == 48 * row_bytes
     monkeypatch.setattr(negacyclic, "combine", lambda *arguments: pytest.fail("48 rows of each layer were to be ready"))
     for spec in specs(client).values():
         scheme.pool.take(spec, FORWARD, 48)

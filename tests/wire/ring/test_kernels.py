@@ -19,7 +19,7 @@ from tests.support.compiled_kernels import forget, guarded, needs_products
 from tests.support.threads import in_child
 from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
-from wire.ring import coding, kernels, tiles
+from wire.ring import coding, kernels, tiles, widths
 from wire.ring import product as plain
 from wire.ring.buffers import unwritten_tensor
 
@@ -259,6 +259,9 @@ def code_in_guarded_memory(num_rows: int, d: int) -> None:
         for taken in (effect, None):
             decoded = (numbers if taken is None else numbers - taken) * (1 if scale is None else scale) * betas
             assert torch.equal(kernels.decode(numbers, taken, betas, scale), decoded)
+        packed = guarded(widths.pack_effect(effect, torch.empty(num_rows, 3 * d, dtype=torch.uint8)))
+        decoded = kernels.decode(numbers, widths.rounded(effect.clone(), 24), betas, scale)
+        assert torch.equal(kernels.decode(numbers, packed, betas, scale), decoded)
 
 
 @needs_products
@@ -290,7 +293,10 @@ def test_one_row_is_coded_as_many_are(width: int) -> None:
         codec.add(mask, memoryview(out)[4:-4])
         assert out[4:-4] == (encoded + mask).numpy().tobytes()
         assert out[:4] + out[-4:] == b"\xff" * 8
-        for taken in (None, effect):
+        packed = widths.pack_effect(effect, torch.empty(1, 3 * width, dtype=torch.uint8))
+        rounded = widths.rounded(effect.clone(), 24)
+        assert torch.equal(codec.decode(mask, beta, packed), codec.decode(mask, beta, rounded))
+        for taken in (None, effect, packed):
             assert torch.equal(codec.decode(mask, beta, taken), kernels.decode(mask, taken, betas, scale))
     rows[0, -1] = float("nan")
     assert codec.encode(rows, memoryview(out)[4:-4]) is None
@@ -311,7 +317,14 @@ def test_one_row_is_coded_within_its_memory_only() -> None:
     for mask in (zeros(1, 3), zeros(1, 4, dtype=torch.float32), zeros(1, 8)[:, ::2]):
         with pytest.raises(InvalidTensor):
             codec.add(mask, out)
-    for reply, effect in [(zeros(1, 4), None), (zeros(1, 6), zeros(1, 4)), (zeros(1, 12)[:, ::2], None)]:
+    for reply, effect in [
+        (zeros(1, 4), None),
+        (zeros(1, 6), zeros(1, 4)),
+        (zeros(1, 12)[:, ::2], None),
+        (zeros(1, 6), zeros(1, 6, dtype=torch.uint8)),
+        (zeros(1, 6), zeros(1, 36, dtype=torch.uint8)[:, ::2]),
+        (zeros(1, 18, dtype=torch.uint8), None),
+    ]:
         with pytest.raises(InvalidTensor):
             codec.decode(reply, beta, effect)
     for arguments in [

@@ -12,7 +12,7 @@ import torch
 from tests.support.repository import golden_vectors
 from tests.support.ring_products import ring_rows
 from wire.errors import InvalidTensor
-from wire.ring import kernels, widths
+from wire.ring import coding, kernels, widths
 from wire.ring.product import product
 
 CASES = golden_vectors("packed.json")
@@ -90,6 +90,20 @@ def test_sums_are_rounded_where_they_are(bits: int) -> None:
     made = widths.add_rounded(mask, rows, bits)
     assert made.data_ptr() == address
     assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (5, 7), (4, 24)])
+def test_a_packed_effect_stands_for_multiples_of_256(shape: tuple[int, int]) -> None:
+    """What was packed is rounded to them, mod 2^32, and is taken off replies as it is."""
+    effect, reply = ring_rows(*shape, seed=5), ring_rows(*shape, seed=6)
+    if effect.numel():
+        effect[0, 0] = 2**31 - 1  # this wraps
+    packed = widths.pack_effect(effect, torch.empty(shape[0], 3 * shape[1], dtype=torch.uint8))
+    expected = widths.rounded(effect.clone(), 24)
+    assert torch.equal(widths.unpacked_effect(packed), expected)
+    beta = torch.rand(shape[0], 1)
+    for given in (packed, torch.cat((packed, packed), dim=1)[:, : packed.shape[1]]):
+        assert torch.equal(coding.decode(reply, beta, None, given), coding.decode(reply, beta, None, expected))
 
 
 def test_the_kernels_refuse_what_does_not_fit() -> None:
