@@ -47,8 +47,8 @@ _KINDS = (
     "without a mask"
 )
 _LABELS = (
-    "of a batch the sum of lengths shows, since padding is not sent; in fine-tuning, a provider that has the output layer sees how many positions have labels, not which "
-    "(pad_rows=, --pad-rows, hides it)"
+    "of a batch the sum of lengths shows, since padding is not sent; in fine-tuning, a provider that has the output "
+    "layer sees how many positions have labels, not which (pad_rows=, --pad-rows, hides it)"
 )
 _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 _TRAINING = (
