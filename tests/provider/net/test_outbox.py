@@ -9,7 +9,7 @@ import torch
 from provider.engine.request import Request
 from provider.net.admission import Admission
 from provider.net.requests import Outbox, RequestTable
-from provider.operations.usage import TenantUsage
+from provider.operations.usage import CLASSES, UsageCounter
 from provider.schedule.ticket import RequestClass
 from wire import frame
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
@@ -27,7 +27,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.table = RequestTable(1 << 30, Admission().of("acme"), lambda request: None)
-        self.usage = TenantUsage()
+        self.usage = UsageCounter(CLASSES)
         self.outbox = Outbox(self.table, self.usage, most_waiting=4)
         self.num_notices = 0
         self.outbox.notify = self._note

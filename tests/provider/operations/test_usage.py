@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from provider.operations import usage as usage_module
 from provider.operations.usage import Usage, UsageBook, read_usage
 from provider.schedule.ticket import RequestClass
 from tests.support.waiting import end, until
+from wire.call import Arithmetic, Call, Direction
 from wire.errors import ConfigurationError, WireCode
+
+CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 
 
 def work(book: UsageBook, tenant: str = "acme", times: int = 1) -> None:
     for _ in range(times):
-        book.of(tenant).answered(RequestClass.DECODE, 2, 100, 200)
+        book.of(tenant).answered(RequestClass.DECODE, CALL, 2, 100, 200)
         book.of(tenant).computed(0.5)
 
 
@@ -50,15 +52,17 @@ import sys
 from pathlib import Path
 from provider.operations.usage import UsageBook
 from provider.schedule.ticket import RequestClass
+from wire.call import Arithmetic, Call, Direction
+CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 book = UsageBook(Path(sys.argv[1]))
 for _ in range(50):
-    book.of("acme").answered(RequestClass.PREFILL, 3, 1, 1)
+    book.of("acme").answered(RequestClass.PREFILL, CALL, 3, 1, 1)
     assert book.save()
 """
 
 
 def test_what_came_before_the_last_minute_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("provider.operations.usage.SAVE_S", 0.02)
+    monkeypatch.setattr("wire.usage.SAVE_S", 0.02)
     path = tmp_path / "usage.json"
     book = UsageBook(path)
     book.keep_saving()
@@ -125,7 +129,7 @@ def test_a_full_disk_is_said_and_made_up_for(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(usage_module, "create_file", full)
+        patched.setattr("wire.usage._create_file", full)
         work(book)
         assert not book.save()
     assert book.failed_saves == 1
