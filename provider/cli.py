@@ -185,8 +185,9 @@ def usage(
 ) -> None:
     """Print what each tenant used, up to a minute ago: requests, rows, tokens, bytes, seconds, errors."""
     from provider.identity.registry import check_known
-    from provider.operations.usage import FILE_NAME, PriceList, given_day, given_period, read_usage_file, report
+    from provider.operations.usage import FILE_NAME, PriceList, given_day, given_period, report
     from provider.serve import ENDPOINT_FILE
+    from wire.usage import read_usage_file
 
     if name is not None and tenant is not None and name != tenant:
         raise ConfigurationError(f"expected one tenant, got {name!r} and --tenant {tenant!r}")

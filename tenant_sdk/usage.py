@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 from collections.abc import Sequence
 from datetime import UTC, date
 from pathlib import Path
@@ -26,7 +27,7 @@ from tenant_sdk.identity import issuer_of, read_endpoint, tenant_name
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, Unauthenticated
 from wire.transport.identity import TlsIdentity, load_identity
-from wire.usage import FILE_NAME, KINDS, Account, Usage, UsageBook, UsageCounter, read_usage_file, today
+from wire.usage import FILE_NAME, KINDS, NAME_PATTERN, Account, Usage, UsageBook, UsageCounter, read_usage_file, today
 
 
 class UsageNotKeptWarning(UserWarning):
@@ -66,8 +67,11 @@ def _warn(line: str) -> None:
 
 def _key(identity: TlsIdentity) -> str:
     """Returns the name under which an identity's usage is kept, since a folder may get another identity: the tenant's
-    name, and which provider's authority has given it."""
-    return f"{tenant_name(identity)} of {issuer_of(identity).hex()[:16]}"
+    name, and which provider's authority has given it. Raises ConfigurationError if the certificate names no tenant."""
+    key = f"{tenant_name(identity)} of {issuer_of(identity).hex()[:16]}"
+    if re.fullmatch(NAME_PATTERN, key) is None:
+        raise ConfigurationError("the identity's certificate names no tenant: enrol again")
+    return key
 
 
 def status_of(folder: Path, day: date | None = None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -42,7 +43,9 @@ MOST_DAYS = 400
 DAY_S = 86_400
 _EPOCH = date(1970, 1, 1)
 _Count = Annotated[int, Field(ge=0)]
-_Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}( of [0-9a-f]{16})?$")]
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}( of [0-9a-f]{16})?$"
+"""What names of accounts match: a tenant's name, at the tenant with the provider's authority."""
+_Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 _Month = Annotated[str, Field(pattern=r"^[12]\d{3}-(0[1-9]|1[0-2])$")]
 
 KINDS = ("forward", "backward", "effect", "hint")
@@ -269,6 +272,40 @@ class UsageCounter:
             return done
 
 
+def _signature(path: Path) -> tuple[int, ...] | None:
+    """Returns what tells one version of a file from any other, or None if there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Holds what a usage file had after the last save, each account as JSON.
+
+    The interpreter's lock is held while JSON is read or written. With a hundred tenants and 400 days each the file has
+    12 MB, and to read and write it at once would stop all of a provider's threads for some tenths of a second. So it is
+    read only after another process has changed it, and only accounts that change are made anew, one by one.
+    """
+
+    signature: tuple[int, ...] | None
+    since: date | None
+    accounts: dict[str, str]
+
+    def is_of(self, path: Path) -> bool:
+        """Returns whether the file is as it was."""
+        return self.signature == _signature(path)
+
+    @classmethod
+    def read(cls, path: Path) -> _Kept:
+        """Reads a file, as `read_usage_file` does."""
+        signature, file = _signature(path), read_usage_file(path)
+        accounts = {name: each.model_dump_json(exclude_defaults=True) for name, each in file.tenants.items()}
+        return cls(signature, file.since, accounts)
+
+
 class UsageBook:
     """Holds counters of usage, and adds their counts to a file."""
 
@@ -295,6 +332,7 @@ class UsageBook:
         self._closed = threading.Event()
         self._counters: dict[str, UsageCounter] = {}
         self._saved: dict[str, dict[int, Usage]] = {}
+        self._kept = _Kept(None, None, {})
         self._pid = os.getpid()
         self.failed_saves = 0
         if path is not None:
@@ -314,8 +352,8 @@ class UsageBook:
         self.save()
 
     def of(self, tenant: str) -> UsageCounter:
-        """Returns the object that counts one tenant's usage; the first call for a tenant creates it with zero
-        counts."""
+        """Returns the object that counts one tenant's usage; the first call for a tenant creates it with zero counts.
+        The name of a tenant whose usage is saved has to match `NAME_PATTERN`."""
         with self._lock:
             known = self._counters.get(tenant)
             if known is None:
@@ -359,14 +397,19 @@ class UsageBook:
         ]
         if new:
             with _locked(path.with_suffix(".lock")):
-                file = read_usage_file(path)
-                file.since = file.since or _EPOCH + timedelta(days=min(day for _, day, _ in new))
-                for name, day, more in new:
-                    file.tenants.setdefault(name, Account()).add(_EPOCH + timedelta(days=day), more)
-                    file.tenants[name].fold()
-                _replace(path, file.model_dump_json(exclude_defaults=True).encode())
+                kept = self._kept if self._kept.is_of(path) else _Kept.read(path)
+                since = kept.since or _EPOCH + timedelta(days=min(day for _, day, _ in new))
+                accounts = dict(kept.accounts)
+                for name in dict.fromkeys(name for name, _, _ in new):
+                    account = Account.model_validate_json(accounts.get(name, "{}"))
+                    for _, day, more in (each for each in new if each[0] == name):
+                        account.add(_EPOCH + timedelta(days=day), more)
+                    account.fold()
+                    accounts[name] = account.model_dump_json(exclude_defaults=True)
+                lines = ",\n".join(f'"{name}":{text}' for name, text in accounts.items())
+                _replace(path, f'{{"version":2,"since":"{since}","tenants":{{\n{lines}\n}}}}\n'.encode())
                 # This is set before the directory is synced: if the sync fails, the counts must not be added twice.
-                self._saved = now
+                self._saved, self._kept = now, _Kept(_signature(path), since, accounts)
             _sync_folder(path.parent)
         for name, counter in counters:
             for day in counter.settle(self._saved.get(name, {})):

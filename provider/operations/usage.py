@@ -102,7 +102,7 @@ class PriceList(BaseModel):
             ConfigurationError: the file cannot be read, or a key or a price in it is impossible.
         """
         try:
-            return cls(**_pairs(path))
+            return cls.model_validate(_pairs(path))
         except ValidationError as exc:  # `from None`: the exception's text quotes the value.
             first = exc.errors(include_url=False, include_input=False)[0]
             key = ascii(str(first["loc"][0]))[1:-1][:80]
