@@ -453,11 +453,12 @@ def _locked(path: Path) -> Iterator[None]:
 def _replace(path: Path, data: bytes) -> None:
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
-    _create_file(new, data)
+    create_file(new, data)
     new.replace(path)
 
 
-def _create_file(path: Path, data: bytes) -> None:
+def create_file(path: Path, data: bytes) -> None:
+    """Writes a new file of mode 0600 to disk; leaves none behind if this fails."""
     # The file is created with its final mode, so it is never readable by more users, whatever the umask is.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -14,13 +14,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from provider.net.service import ProviderService
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.net.server import Server
 from provider.operations.usage import UsageBook
 from tenant_sdk import TenantClient
 from tenant_sdk.cli import app
 from tenant_sdk.usage import UsageNotKeptWarning, status_of
 from tests.support.lattice import TOY_OPTIONS
 from tests.support.providers import Provider, make_served_model
+from tests.support.spies import opened_sessions
 from tests.support.tiny_models import make_chat_model
 from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, QuotaExceeded
@@ -70,19 +73,18 @@ def own(folder: Path) -> dict[str, int]:
 )
 def test_both_sides_count_the_same(
     start: Callable[..., Provider], chat: Path, tmp_path: Path,
-    mask: str, mask_options: dict[str, Any] | None, carrier: str, is_verified: bool,
+    mask: str, mask_options: dict[str, Any] | None, carrier: str, is_verified: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     provider = start(make_served_model(chat, "int8"), None, None if carrier == "gRPC" else 0, ipc=carrier == "ipc")
     provider.identity()
     folder, url = provider.folder / "acme", provider.ipc_url if carrier == "ipc" else provider.url
     cache = tmp_path / "cache"
-    verify = chat if is_verified else None
+    verify, sessions = chat if is_verified else None, opened_sessions(monkeypatch)
     for number in (1, 2):  # a second process of the tenant adds to the count of the first
         with TenantClient(url, folder, mask, verify, mask_options=mask_options, cache=cache, progress=False) as client:
             result = client.finetune(ROWS, lora(), tmp_path / f"adapter{number}", **(QUICK | {"max_steps": 2}))
             client.generate("who?", result.adapter_dir, max_new_tokens=3)
-            assert client._session is not None
-            assert carrier in str(getattr(client._session.connections[0], "carrier", ""))
+        assert [carrier in str(getattr(each.connections[0], "carrier", "")) for each in sessions] == [True] * number
         theirs = counted(provider.service.usage.of("acme").total())
         assert own(folder) == theirs
         assert min(theirs.values()) > 0
@@ -93,15 +95,15 @@ def test_both_sides_count_the_same(
     assert ("hint" in by_kind) == (mask == "lattice")
 
 
-def test_saved_counts_agree_too(provider: Provider, tmp_path: Path) -> None:
+def test_saved_counts_agree_too(chat: Path, tmp_path: Path) -> None:
     """The provider's file is compared, as it is what a bill is made from."""
-    book = UsageBook(tmp_path / "theirs.json")
-    service: ProviderService = provider.service
-    book._counters = service.usage._counters
-    provider.identity()
-    folder = provider.folder / "acme"
-    with TenantClient(provider.url, folder, "off", cache=tmp_path / "cache", progress=False) as client:
+    state, folder, book = StateDir(tmp_path / "state"), tmp_path / "acme", UsageBook(tmp_path / "theirs.json")
+    server = Server("127.0.0.1", 0, state)
+    server.start(make_served_model(chat, "int8"), usage=book)
+    enroll(state, "acme", folder, f"grpcs://127.0.0.1:{server.port}")
+    with TenantClient(identity=folder, mask="off", cache=tmp_path / "cache", progress=False) as client:
         client.generate("who?", max_new_tokens=4)
+    server.stop()
     assert book.save()
     saved = read_usage_file(tmp_path / "theirs.json").tenants["acme"]
     assert own(folder) == counted(saved.total())
@@ -115,16 +117,8 @@ def test_tokens_are_rows_of_the_first_group(provider: Provider, tmp_path: Path) 
         model = client.load_model()
         with torch.no_grad():
             model(torch.arange(11)[None])
-        assert own_after(client, folder)["tokens"] == 11
+    assert own(folder)["tokens"] == 11
     assert provider.service.usage.of("acme").total().tokens == {"decode": 11, "prefill": 0, "finetune": 0}
-
-
-def own_after(client: TenantClient, folder: Path) -> dict[str, int]:
-    """Returns the tenant's own count while its session is open, after a save."""
-    assert client._session is not None
-    (usage,) = client._session.usage
-    assert usage.save()
-    return own(folder)
 
 
 def test_refused_requests_and_the_bundle_are_not_counted(
@@ -165,7 +159,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(
     client = TenantClient(provider.url, folder, "off", cache=cache, progress=False)
     client.generate("who?", max_new_tokens=2)
     with monkeypatch.context() as patched:
-        patched.setattr("wire.usage._create_file", full)
+        patched.setattr("wire.usage.create_file", full)
         with pytest.warns(UsageNotKeptWarning, match="No space left"):
             client.close()
     assert own(folder)["requests"] == 0

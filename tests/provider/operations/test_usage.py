@@ -138,7 +138,7 @@ def test_a_full_disk_is_said_and_made_up_for(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("wire.usage._create_file", full)
+        patched.setattr("wire.usage.create_file", full)
         work(book)
         assert not book.save()
     assert book.failed_saves == 1
