@@ -95,6 +95,21 @@ def test_both_sides_count_the_same(
     assert ("hint" in by_kind) == (mask == "lattice")
 
 
+def test_each_of_two_providers_is_counted_apart(start: Callable[..., Provider], chat: Path, tmp_path: Path) -> None:
+    """One gets shares as rows, and the other as seeds, which are smaller: only rows can be told to be tokens."""
+    providers = [start(make_served_model(chat, "int8")) for _ in range(2)]
+    for each in providers:
+        each.identity()
+    folders = [each.folder / "acme" for each in providers]
+    urls = [each.url for each in providers]
+    with TenantClient(urls, folders, "shares", cache=tmp_path / "cache", progress=False) as client:
+        client.generate("who?", max_new_tokens=2)
+    first, second = (counted(each.service.usage.of("acme").total()) for each in providers)
+    assert [own(folder) for folder in folders] == [first, second]
+    assert first["rows"] == second["rows"] > first["tokens"] > second["tokens"] == 0
+    assert first["bytes_up"] > second["bytes_up"] == 48 * second["requests"]
+
+
 def test_saved_counts_agree_too(chat: Path, tmp_path: Path) -> None:
     """The provider's file is compared, as it is what a bill is made from."""
     state, folder, book = StateDir(tmp_path / "state"), tmp_path / "acme", UsageBook(tmp_path / "theirs.json")
