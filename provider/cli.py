@@ -4,7 +4,6 @@ export-server, export-registry."""
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -174,26 +173,48 @@ def status(
 def usage(
     name: Annotated[str | None, typer.Argument(help="Tenant.", show_default="all of them")] = None,
     state: _State = None,
+    by: Annotated[str, typer.Option(help="A line for each day, month, or in total.", metavar="day|month|total")] = (
+        "total"
+    ),
+    since: Annotated[str | None, typer.Option(help="First UTC day, such as 2026-07-01.", metavar="DATE")] = None,
+    until: Annotated[str | None, typer.Option(help="Last UTC day.", metavar="DATE")] = None,
+    tenant: Annotated[str | None, typer.Option(help="The same as NAME.", metavar="NAME")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, also by class of work.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with errors by their names.")] = False,
+    prices: Annotated[Path | None, typer.Option(help="Price list, YAML: adds what usage costs.")] = None,
 ) -> None:
-    """Print each tenant's totals as JSON, up to a minute old: requests and rows by class, bytes, seconds, errors."""
+    """Print what each tenant used, up to a minute ago: requests, rows, tokens, bytes, seconds, errors."""
     from provider.identity.registry import check_known
-    from provider.operations.usage import FILE_NAME, read_usage
+    from provider.operations.usage import FILE_NAME, PriceList, given_day, given_period, report
     from provider.serve import ENDPOINT_FILE
+    from wire.usage import read_usage_file
 
+    if name is not None and tenant is not None and name != tenant:
+        raise ConfigurationError(f"expected one tenant, got {name!r} and --tenant {tenant!r}")
+    if as_csv and as_json:
+        raise ConfigurationError("expected one of --csv and --json, got both")
+    name, first, last = name or tenant, given_day("--since", since), given_day("--until", until)
+    if first is not None and last is not None and first > last:
+        raise ConfigurationError(f"expected --since before --until, got {first} and {last}")
+    by, price_list = given_period(by), None if prices is None else PriceList.read(prices)
     path = _state_path(state)
     if not any((path / name).exists() for name in (FILE_NAME, ENDPOINT_FILE, "ca_key.pem")):
         raise ConfigurationError(
             f"expected --state to be a provider's state directory, found no provider at {str(path)!r}: name that of "
             "`provider serve --tls`"
         )
-    totals = read_usage(path / FILE_NAME)
+    file = read_usage_file(path / FILE_NAME)
     if name is not None:
-        check_known(name, {*totals, *_enrolled(path)})
-        totals = {each: total for each, total in totals.items() if each == name}
-    if not totals:
+        check_known(name, {*file.tenants, *_enrolled(path)})
+    made = report(file, by, first, last, name)
+    made.prices = price_list
+    for note in made.notes:
+        to_stderr(f"provider: {note}")
+    if not made.periods:
         whose = "" if name is None else f" of {name}"
-        to_stderr(f"provider: no requests{whose} are counted here yet; counts are saved once a minute")
-    typer.echo(json.dumps({name: total.model_dump() for name, total in sorted(totals.items())}, indent=1))
+        when = (f" since {first}" if first else "") + (f" until {last}" if last else "")
+        to_stderr(f"provider: no requests{whose} are counted here{when or ' yet'}; counts are saved once a minute")
+    typer.echo(made.csv() if as_csv else made.json() if as_json else made.table(), nl=False)
 
 
 def _enrolled(state: Path) -> set[str]:

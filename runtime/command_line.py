@@ -1,5 +1,5 @@
 """This module holds what the commands `tenant` and `provider` have in common: how their help is laid out, how they
-name the option that a user meant, how they say what takes long, and which version they are.
+name the option that a user meant, how they say what takes long, how they print tables, and which version they are.
 
 Importing this module does not load torch.
 """
@@ -12,7 +12,7 @@ import inspect
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -196,6 +196,25 @@ def told_if_slow(
 def to_stderr(line: str) -> None:
     """Prints a line on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+def aligned(columns: Sequence[tuple[str, Sequence[str]]], num_names: int) -> str:
+    """Returns a table as lines.
+
+    Args:
+        columns: of each column its title and its cells.
+        num_names: the number of columns, from the left, that begin at one place; the others, with numbers, end at one.
+    """
+    cells = [[title, *rest] for title, rest in columns]
+    widths = [max(map(len, column)) for column in cells]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if index < num_names else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in zip(*cells, strict=True)
+    )
+    return "".join(f"{line}\n" for line in lines)
 
 
 def installed_version() -> str:

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from tenant_sdk.training.token_rows import tokenize
     from tenant_sdk.training.trainers import mean_loss
     from tenant_sdk.training.waiting import ProviderAwayWarning
+    from tenant_sdk.usage import UsageNotKeptWarning
 
 __all__ = [
     "AcceptedChangeWarning",
@@ -131,6 +132,7 @@ __all__ = [
     "Unavailable",
     "UnknownLayer",
     "UnusableRowWarning",
+    "UsageNotKeptWarning",
     "VeilbaseError",
     "VerificationFailed",
     "VersionMismatch",
@@ -172,6 +174,7 @@ _MODULE_OF = {
     "TokenizerFailed": "tenant_sdk.text.source",
     "Trust": "tenant_sdk.plan",
     "UnusableRowWarning": "tenant_sdk.training.dataset",
+    "UsageNotKeptWarning": "tenant_sdk.usage",
     "adapted_model": "tenant_sdk.peft_model",
     "check_run": "tenant_sdk.model.run_state",
     "chunk_loss": "tenant_sdk.training.loss",

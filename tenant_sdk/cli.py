@@ -158,12 +158,14 @@ def _client(
     from tenant_sdk.identity import endpoints_of
     from tenant_sdk.plan import check_early, mask_options
     from wire.transport.identity import load_identity
+    from wire.usage import FILE_NAME, read_usage_file
 
     if not url and not identity:
         raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")
     folders = identity or []
     for folder in folders:
         load_identity(folder)
+        read_usage_file(folder / FILE_NAME)
     urls = url or endpoints_of(folders)
     if len(folders) > 1 and len(folders) != len(urls):
         raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(folders)}")
@@ -447,6 +449,21 @@ def explain(
     """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
     with _client(**connection) as client:
         client.explain(everything)
+
+
+@app.command(cls=Command)
+def status(
+    identity: Annotated[
+        list[Path] | None, typer.Option(help="Folder made by `provider enroll`; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, also by kind of request.")] = False,
+) -> None:
+    """Print your provider, and your own count of what you used of it; sends nothing."""
+    from tenant_sdk.usage import status_of, status_text
+
+    if not identity:
+        raise ConfigurationError("give --identity with a folder made by `provider enroll`: usage is counted in it")
+    typer.echo(printable(status_text([status_of(folder) for folder in identity], as_json)), nl=False)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -38,6 +38,7 @@ from tenant_sdk.trust.bundle import default_cache, fetch_bundle
 from tenant_sdk.trust.compare import check_manifest_config
 from tenant_sdk.trust.config_rules import check_rows_are_padded
 from tenant_sdk.trust.pins import Pins, canonical_digests, spoken
+from tenant_sdk.usage import OwnUsage
 from tenant_sdk.warn import users_line
 from wire.errors import ConfigurationError
 from wire.limits import Limits
@@ -88,10 +89,16 @@ class Session:
     executor: RemoteExecutor
     verifier: Verifier | None
     tokenizer_source: LocalSource | None = None
+    usage: tuple[OwnUsage, ...] = ()
+    """The tenant's own counts of what it uses, one for each identity."""
 
     def close(self) -> None:
-        """Drops secrets and closes the connections."""
-        self.executor.close()
+        """Drops secrets, closes the connections and saves what was used."""
+        try:
+            self.executor.close()
+        finally:
+            for each in self.usage:
+                each.close()
 
 
 def open_session(
@@ -122,6 +129,7 @@ def open_session(
             connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
             for connection in connections:
                 undo.callback(connection.close)
+            usage = tuple(_count_usage(plan, identities, connections, undo))
             manifest = _common_manifest([connection.manifest() for connection in connections])
         features = sum(each.in_features + each.out_features for each in manifest.groups)
         setting = replace(
@@ -158,7 +166,22 @@ def open_session(
         undo.pop_all()
     if verifier is None and plan.mask in RING_ONLY:
         warnings.warn(unverified(plan), NotVerifiedWarning, stacklevel=users_line())
-    return Session(connections, manifest, scheme, executor, verifier, tokenizer_source)
+    return Session(connections, manifest, scheme, executor, verifier, tokenizer_source, usage)
+
+
+def _count_usage(
+    plan: Plan,
+    identities: Sequence[TlsIdentity | None],
+    connections: Sequence[Connection],
+    undo: contextlib.ExitStack,
+) -> Iterator[OwnUsage]:
+    """Lets each connection that has an identity count in the identity's folder."""
+    for folder, identity, connection in zip(plan.identities, identities, connections, strict=True):
+        if folder is not None and identity is not None:
+            own = OwnUsage(folder, identity)
+            undo.callback(own.close)
+            connection.traffic.usage = own.counter
+            yield own
 
 
 def _find_tokenizer(name: str) -> LocalSource:

@@ -33,13 +33,13 @@ import torch
 
 from provider.engine.request import Request
 from provider.net.admission import TenantAdmission
-from provider.operations.usage import TenantUsage
 from provider.schedule.quota import FULL_RETRY_S
 from provider.schedule.ticket import RequestClass, allowed_by, class_of
 from wire import frame
 from wire.errors import QuotaExceeded, Unavailable, VeilbaseError, code_of
 from wire.frame import Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS
+from wire.usage import UsageCounter
 
 MAX_REQUESTS = 1 << 14
 """The most requests of a stream in flight, and the most replies and errors that wait to be sent. A bound on bytes alone
@@ -214,7 +214,7 @@ def error_frame(request_id: int, error: VeilbaseError) -> bytes:
 class Outbox:
     """Holds the frames and replies that wait to be sent on one stream."""
 
-    def __init__(self, table: RequestTable, usage: TenantUsage, most_waiting: int = MAX_REQUESTS) -> None:
+    def __init__(self, table: RequestTable, usage: UsageCounter, most_waiting: int = MAX_REQUESTS) -> None:
         """Makes an outbox in which nothing waits to be sent.
 
         Args:
@@ -336,8 +336,8 @@ class Outbox:
         reply = request.reply
         if reply is None:
             return None
-        (message,) = frame.frames(self._answered(request), frame.rows_bytes(reply, request.header.call.reply_bits))
-        return message if self._table.forget(request.header.request_id) else None
+        (message,) = frame.frames(self._header(request), frame.rows_bytes(reply, request.header.call.reply_bits))
+        return message if self._is_answered(request) else None
 
     def _chunks(self, request: Request) -> Iterator[bytes | memoryview]:
         """Yields the frames of a large reply, and stops early if the request is no longer in flight."""
@@ -346,20 +346,28 @@ class Outbox:
             return  # The request was cancelled or has expired.
         data = frame.rows_bytes(reply, request.header.call.reply_bits)
         del reply  # The bytes keep its memory if they lie there, and packed bytes need it no more.
-        for message in frame.frames(self._answered(request), data):
+        for message in frame.frames(self._header(request), data):
             left -= len(message) - frame.HEADER_BYTES
             if not self._table.has(request):
                 return
-            if left == 0:
-                # The request is forgotten before the last chunk is sent, so that the tenant can send another request as
-                # soon as it has that chunk.
-                self._table.forget(request.header.request_id)
+            # The request is forgotten before the last chunk is sent, so that the tenant can send another request as
+            # soon as it has that chunk.
+            if left == 0 and not self._is_answered(request):
+                return
             yield message
 
-    def _answered(self, request: Request) -> Header:
-        """Returns the header of a reply, counts the reply as sent, and removes the reply's tensor from the request.
-        Callers must keep their own reference to the tensor."""
-        asked, size = request.header, request.reply_bytes
-        self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
-        request.reply = None
+    def _is_answered(self, request: Request) -> bool:
+        """Drops a request whose last frame is to be sent, and counts it. Returns False if it was dropped already, so
+        that the tenant never gets its reply: then it does not count."""
+        if not self._table.forget(request.header.request_id):
+            return False
+        asked = request.header
+        self._usage.answered(request.request_class, asked.call, asked.rows, asked.total_bytes, request.reply_bytes)
+        return True
+
+    def _header(self, request: Request) -> Header:
+        """Returns the header of a reply, and removes the reply's tensor from the request. Callers must keep their own
+        reference to the tensor."""
+        asked, request.reply = request.header, None
+        size = request.reply_bytes
         return Header(FrameType.REPLY, asked.request_id, asked.call, asked.rows, request.reply_cols, 0, size)

@@ -35,7 +35,6 @@ from provider.net.admission import UNREADABLE, TenantAdmission
 from provider.net.requests import MAX_REQUESTS, Outbox, RequestTable, error_frame
 from provider.net.windows import Window
 from provider.operations.logs import RefusalLog
-from provider.operations.usage import TenantUsage
 from provider.schedule.ticket import RequestClass
 from wire import frame
 from wire.errors import (
@@ -56,6 +55,7 @@ from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring import widths
 from wire.ring.buffers import unwritten_tensor
 from wire.ring.seeded_rows import Rows
+from wire.usage import UsageCounter
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Session:
         tenant: str,
         limits: Limits,
         admission: TenantAdmission,
-        usage: TenantUsage,
+        usage: UsageCounter,
         check: Callable[[Call, int], int],
         executor: Computes,
         refusal: Callable[[], WireCode | None],
@@ -374,7 +374,7 @@ class Session:
             if outcome is True:
                 reply = Header(FrameType.REPLY, header.request_id, call, 1, reply_cols, 0, size)
                 message[: frame.HEADER_BYTES] = reply.pack()
-                self._usage.answered(RequestClass.DECODE, 1, header.total_bytes, size)
+                self._usage.answered(RequestClass.DECODE, call, 1, header.total_bytes, size)
                 self._outbox.put(message)
             elif isinstance(outcome, VeilbaseError):
                 self._fail(header.request_id, outcome, is_admitted=False)
@@ -442,7 +442,7 @@ class Session:
             return
         last = frame.reply_in_window(header, request.reply_cols)
         if self._table.forget(header.request_id, then=lambda: self._outbox.append(last)):
-            self._usage.answered(request.request_class, header.rows, header.total_bytes, size)
+            self._usage.answered(request.request_class, header.call, header.rows, header.total_bytes, size)
             self._outbox.notify()
 
     # ---- faults and ends --------------------------------------------------------------------------------------------

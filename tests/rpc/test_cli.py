@@ -151,16 +151,19 @@ def test_usage_says_that_there_is_none_yet_and_of_whom(tmp_path: Path) -> None:
     runner, state = CliRunner(), ["--state", str(tmp_path / "state")]
     assert runner.invoke(app, ["enroll", "acme", "--out", str(tmp_path / "acme"), *state]).exit_code == 0
     for words, whose in (([], "no requests are"), (["acme"], "no requests of acme are")):
-        done = runner.invoke(app, ["usage", *words, *state])
-        assert done.stdout == "{}\n"
-        assert whose in done.stderr
+        for shown, text in (([], ""), (["--json"], "{}\n")):
+            done = runner.invoke(app, ["usage", *words, *shown, *state])
+            assert done.stdout == text
+            assert whose in done.stderr
     with pytest.raises(UnknownTenant, match="did you mean acme"):
         runner.invoke(app, ["usage", "acm", *state], catch_exceptions=False)
-    (tmp_path / "state" / FILE_NAME).write_text('{"tenants": {"acme": {"bytes_up": 3}, "globex": {}}}')
-    done = runner.invoke(app, ["usage", "acme", *state])
+    (tmp_path / "state" / FILE_NAME).write_text(
+        '{"tenants": {"acme": {"requests": {"decode": 1}, "bytes_up": 3}, "globex": {}}}'
+    )
+    done = runner.invoke(app, ["usage", "acme", "--json", *state])
     assert json.loads(done.stdout)["acme"]["bytes_up"] == 3
     assert "globex" not in done.stdout
-    assert not done.stderr
+    assert "counted by an earlier release" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--prot", "1"], ["serve", "--port", "many"], ["enroll"]], ids=str)

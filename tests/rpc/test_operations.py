@@ -351,7 +351,7 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
     assert {"time", "level", "logger", "message"} <= lines[0].keys()
     assert any(message.startswith("metrics at http://127.0.0.1:") for message in messages)
 
-    total = json.loads(run("usage", "--state", state).stdout)["acme"]
+    total = json.loads(run("usage", "--json", "--state", state).stdout)["acme"]
     assert total["rows"]["prefill"] == 60
     assert total == read_usage(state / FILE_NAME)["acme"].model_dump()
     assert "no provider is running" in one_line_error(run("status", "--state", state))
@@ -417,6 +417,6 @@ def test_an_account_that_cannot_be_read_stops_the_start(model: Path, tmp_path: P
 def test_an_account_of_nothing(tmp_path: Path) -> None:
     assert UsageBook(tmp_path / FILE_NAME).totals() == {}
     assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", tmp_path / "state").returncode == 0
-    assert json.loads(run("usage", "--state", tmp_path / "state").stdout) == {}
+    assert json.loads(run("usage", "--json", "--state", tmp_path / "state").stdout) == {}
     for nobody in (tmp_path, tmp_path / "nowhere"):
         assert "found no provider at" in one_line_error(run("usage", "--state", nobody))

@@ -16,7 +16,7 @@ from provider.model.served_model import ServedModel
 from provider.net.admission import EVERYBODY, Admission
 from provider.net.session import Session
 from provider.operations.metrics import latency_name
-from provider.operations.usage import TenantUsage
+from provider.operations.usage import CLASSES, UsageCounter
 from provider.schedule.fairness import Policy
 from provider.schedule.quota import TenantLimits
 from provider.schedule.ticket import DECODE_IN_FLIGHT, RequestClass
@@ -279,7 +279,7 @@ def test_a_message_that_comes_with_the_end_of_its_stream_holds_nothing(
     executor = Executor(
         [Here(tiny_served_model.compute)], make_scheduler(tiny_served_model.served, Policy(), profiled=False)
     )
-    usage = TenantUsage()
+    usage = UsageCounter(CLASSES)
     ended: list[Session] = []
 
     def refusal() -> None:

@@ -16,7 +16,7 @@ from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
 from provider.net.session import Session
 from provider.operations.metrics import Meter
-from provider.operations.usage import TenantUsage
+from provider.operations.usage import CLASSES, UsageCounter
 from provider.schedule.fairness import Policy
 from provider.schedule.quota import TenantLimits
 from tests.support.compiled_kernels import needs_products
@@ -44,7 +44,7 @@ class Way:
         self.meter = Meter()
         completed = (lambda *what: self.told.append(what)) if told else None
         self.executor = Executor([here], scheduler, completed, self.meter)
-        self.admission, self.usage = Admission({"acme": TenantLimits(max_rows_in_flight=50)}), TenantUsage()
+        self.admission, self.usage = Admission({"acme": TenantLimits(max_rows_in_flight=50)}), UsageCounter(CLASSES)
         self.session = Session(
             "acme", Limits(), self.admission.of("acme"), self.usage, served_model.check, self.executor, lambda: None
         )

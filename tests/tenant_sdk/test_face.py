@@ -44,7 +44,7 @@ NAMES = {
     *("DatasetError", "StorageError", "PromptsFailed", "NotServed", "WrongOption"),
     # warnings
     *("NotVerifiedWarning", "NotPrivateWarning", "NotTunedWarning", "AcceptedChangeWarning", "CutWarning"),
-    *("UnusableRowWarning", "NotFiniteWarning", "ProviderAwayWarning", "FewLayersWarning"),
+    *("UnusableRowWarning", "NotFiniteWarning", "ProviderAwayWarning", "FewLayersWarning", "UsageNotKeptWarning"),
 }
 """If an exported name is removed or changes its meaning, users' programs break, so it must be in the change log."""
 

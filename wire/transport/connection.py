@@ -14,19 +14,26 @@ from typing import Protocol
 
 import torch
 
-from wire.frame import Call
+from wire.frame import Call, FrameType, payload_bytes
 from wire.manifest import Manifest
 from wire.payload import Payload
+from wire.usage import UsageCounter, kind_of
 
 
 @dataclass
 class Traffic:
     """Counts the bytes and calls that crossed the wire. Bytes include frame headers but not the framing of TLS and
-    HTTP/2."""
+    HTTP/2.
+
+    Attributes:
+        bytes_up, bytes_down, calls: all that was sent and received.
+        usage: what of this the provider counts too: requests that got a reply, by their kind.
+    """
 
     bytes_up: int = 0
     bytes_down: int = 0
     calls: int = 0
+    usage: UsageCounter = field(default_factory=UsageCounter, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, up: int = 0, down: int = 0, calls: int = 0) -> None:
@@ -36,8 +43,14 @@ class Traffic:
             self.bytes_down += down
             self.calls += calls
 
+    def answered(self, call: Call, num_rows: int, cols: int, reply_cols: int) -> None:
+        """Counts a request whose reply is complete, of `num_rows` rows of `cols` numbers, in `usage`."""
+        up = payload_bytes(FrameType.REQUEST, call, num_rows, cols)
+        down = payload_bytes(FrameType.REPLY, call, num_rows, reply_cols)
+        self.usage.answered(kind_of(call), call, num_rows, up, down)
+
     def snapshot(self) -> Traffic:
-        """Returns a copy of the counts, which later traffic does not change."""
+        """Returns a copy of the counts, which later traffic does not change; its `usage` is zero."""
         with self._lock:
             return Traffic(self.bytes_up, self.bytes_down, self.calls)
 

@@ -432,13 +432,21 @@ class Multiplexer:
             raise MalformedFrame("a reply's rows do not end with zeros") from None
         request.reply = None  # Its packed bytes are not needed any more.
         if self._forget(header.request_id) is not None:
+            self._count(request)
             request.settle(reply)
+
+    def _count(self, request: Request) -> None:
+        """Counts a request whose reply is complete. Callers must do so before they settle it, so that who waits for the
+        reply finds it counted."""
+        if request.payload is not None:
+            self._traffic.answered(request.call, request.rows, request.payload.cols, request.cols)
 
     def _take_from_window(self, request: Request, area: Area) -> None:
         window = self._window
         if window is None or self._forget(request.request_id) is None:
             return
         self._traffic.add(down=request.rows * request.cols * frame.ITEM_BYTES)
+        self._count(request)
         try:
             request.settle(window.reply(area, request.rows, request.cols))
         except TransportError as exc:

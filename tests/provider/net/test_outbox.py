@@ -9,7 +9,7 @@ import torch
 from provider.engine.request import Request
 from provider.net.admission import Admission
 from provider.net.requests import Outbox, RequestTable
-from provider.operations.usage import TenantUsage
+from provider.operations.usage import CLASSES, UsageCounter
 from provider.schedule.ticket import RequestClass
 from wire import frame
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
@@ -27,7 +27,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.table = RequestTable(1 << 30, Admission().of("acme"), lambda request: None)
-        self.usage = TenantUsage()
+        self.usage = UsageCounter(CLASSES)
         self.outbox = Outbox(self.table, self.usage, most_waiting=4)
         self.num_notices = 0
         self.outbox.notify = self._note
@@ -117,7 +117,9 @@ def test_the_room_of_a_large_reply_is_free_before_its_last_chunk(stream: Stream)
     stream.answer(1, 2 * CHUNK_ROWS)
     stream.take()
     assert (stream.table.in_flight()[0], stream.outbox.num_half_sent) == (1, 1)
+    assert stream.usage.total().requests["decode"] == 0
     assert stream.take()[0].offset == CHUNK_BYTES
+    assert stream.usage.total().requests["decode"] == 1
     assert (stream.table.in_flight()[0], stream.outbox.num_half_sent) == (0, 0)
 
 
@@ -147,6 +149,7 @@ def test_what_is_forgotten_half_sent_stops_there(stream: Stream) -> None:
     stream.table.forget(1)
     assert stream.taken() == []
     assert stream.outbox.is_empty
+    assert stream.usage.total().bytes_down == 0  # the tenant never gets this reply, and must not pay for it
 
 
 def test_too_many_that_wait_are_noticed(stream: Stream) -> None:

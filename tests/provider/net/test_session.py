@@ -13,7 +13,7 @@ import torch
 from provider.identity.revocations import RegistryUnreadable
 from provider.net.admission import Admission
 from provider.net.session import HANDSHAKE_S, INLINE_ROWS, SWEEP_S, Session
-from provider.operations.usage import TenantUsage
+from provider.operations.usage import CLASSES, UsageCounter
 from provider.schedule.quota import TenantLimits
 from provider.schedule.ticket import RequestClass
 from tests.support.executors import Desk
@@ -38,7 +38,7 @@ class Stream:
     """Holds a session to which the test hands in frames, and from which it takes frames."""
 
     def __init__(self, greet: bool = True, limits: TenantLimits | None = None) -> None:
-        self.desk, self.usage = Desk(), TenantUsage()
+        self.desk, self.usage = Desk(), UsageCounter(CLASSES)
         self.admission = Admission({"acme": limits or TenantLimits()}).of("acme")
         self.refusal: Callable[[], WireCode | None] = lambda: None
         self.hung_up, self.reply_cols = 0, REPLY_COLS

@@ -15,7 +15,7 @@ from provider.engine.request import Request
 from provider.net.admission import Admission
 from provider.net.session import Session
 from provider.net.windows import Window
-from provider.operations.usage import TenantUsage
+from provider.operations.usage import CLASSES, UsageCounter
 from provider.schedule.quota import TenantLimits
 from tests.support.cuda import UNIT, stand_in
 from tests.support.executors import Desk
@@ -37,7 +37,7 @@ class Stream:
         self.memory, descriptor = allocate(Driver(0, stand_in().library), torch.device("cpu"), UNIT)
         os.close(descriptor)
         self.desk, self.admission = Desk(), Admission({"acme": TenantLimits()}).of("acme")
-        self.usage, self.window = TenantUsage(), Window(self.memory)
+        self.usage, self.window = UsageCounter(CLASSES), Window(self.memory)
         limits = Limits(max_rows=64, max_tensor_bytes=1 << 20, max_in_flight_bytes=1 << 20)
         self.session = Session(
             "acme", limits, self.admission, self.usage, lambda call, cols: REPLY_COLS, self.desk, lambda: None,

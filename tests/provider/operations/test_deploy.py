@@ -30,6 +30,7 @@ from provider.operations.usage import UsageBook
 from provider.schedule.ticket import RequestClass
 from tests.support import kubelet
 from tests.support.repository import ROOT
+from wire.call import Arithmetic, Call, Direction
 from wire.errors import WireCode
 
 DEPLOY = ROOT / "docs" / "deploy"
@@ -176,7 +177,7 @@ def test_every_image_is_one_that_the_containerfile_says_how_to_build() -> None:
 
 def exported() -> set[str]:
     usage = UsageBook()
-    usage.of("acme").answered(RequestClass.DECODE, 1, 1, 1)
+    usage.of("acme").answered(RequestClass.DECODE, Call(0, Direction.FORWARD, Arithmetic.RING), 1, 1, 1)
     usage.of("acme").failed(WireCode.QUOTA)
     meter = Meter()
     meter.inline(0, 1e-4)

@@ -43,8 +43,8 @@ def busy() -> tuple[Meter, UsageBook]:
     meter.batch([Piece(tickets[0], 0, 4), Piece(tickets[1], 0, 200)], 10.0002, 0.003)
     meter.batch([Piece(tickets[1], 200, 100)], 10.01, 0.002)
     meter.inline(7, 0.0004)
-    usage.of("acme").answered(RequestClass.DECODE, 4, 64, 128)
-    usage.of("globex").answered(RequestClass.PREFILL, 300, 4800, 9600)
+    usage.of("acme").answered(RequestClass.DECODE, CALL, 4, 64, 128)
+    usage.of("globex").answered(RequestClass.PREFILL, CALL, 300, 4800, 9600)
     usage.of("globex").failed(WireCode.QUOTA)
     usage.of("acme").computed(0.25)
     return meter, usage
@@ -97,7 +97,7 @@ def test_connections_with_a_stream_and_without() -> None:
 def test_tenants_are_bounded_and_none_is_lost() -> None:
     usage = UsageBook()
     for number in range(3 * MAX_TENANTS):
-        usage.of(f"t{number}").answered(RequestClass.DECODE, number + 1, 1, 1)
+        usage.of(f"t{number}").answered(RequestClass.DECODE, CALL, number + 1, 1, 1)
     text = generate_latest(registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0, lambda: [(1, 1)]))).decode()
     rows = parse(text, 0.0).by_tenant("veilbase_rows_total")
     assert len(rows) == MAX_TENANTS + 1
@@ -109,9 +109,9 @@ def test_the_sum_of_the_others_never_falls() -> None:
     usage = UsageBook()
     metrics = registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0, lambda: [(1, 1)]))
     for number in range(2 * MAX_TENANTS):
-        usage.of(f"t{number}").answered(RequestClass.DECODE, number + 1, 1, 1)
+        usage.of(f"t{number}").answered(RequestClass.DECODE, CALL, number + 1, 1, 1)
     before = parse(generate_latest(metrics).decode(), 0.0).by_tenant("veilbase_rows_total")
-    usage.of("t0").answered(RequestClass.DECODE, 100_000, 1, 1)  # has now more rows than all named tenants
+    usage.of("t0").answered(RequestClass.DECODE, CALL, 100_000, 1, 1)  # has now more rows than all named tenants
     after = parse(generate_latest(metrics).decode(), 0.0).by_tenant("veilbase_rows_total")
     assert before.keys() == after.keys()
     assert after[OTHER] == before[OTHER] + 100_000
@@ -267,7 +267,7 @@ def test_the_table_of_status() -> None:
     meter, usage = busy()
     text = generate_latest(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2, lambda: [(1, 1)]))).decode()
     before = parse(text, 100.0)
-    usage.of("acme").answered(RequestClass.DECODE, 40, 1_000_000, 2_000_000)
+    usage.of("acme").answered(RequestClass.DECODE, CALL, 40, 1_000_000, 2_000_000)
     collector = ProviderCollector(meter, usage, lambda: 0, lambda: 2, lambda: [(1, 1)])
     now = parse(generate_latest(registry(collector)).decode(), 102.0)
     out = io.StringIO()
