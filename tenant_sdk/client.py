@@ -24,6 +24,7 @@ from tenant_sdk import embedded
 from tenant_sdk.endpoint.settings import OPTION_KINDS, EndpointKeywords, EndpointSettings
 from tenant_sdk.explain import ONLY_IN_USE, bit_range, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
+from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.options import names_keywords, takes_options
 from tenant_sdk.plan import Trust, make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
@@ -46,6 +47,7 @@ from wire.transport.connection import Traffic
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+    from tenant_sdk.bill import Bill
     from tenant_sdk.endpoint.server import Endpoint
 
 
@@ -281,15 +283,19 @@ class TenantClient:
         The model works in stock PEFT, Trainer, TRL and `generate`. Each call builds a new model, so that adapters on
         one model do not affect another.
         """
-        session = self._open()
         with self._lock:
             self._num_others += 1
+        return self.model_over(self._open().executor)
+
+    def model_over(self, executor: RemoteExecutor) -> PreTrainedModel:
+        """Returns a model as `load_model` does, whose calls go to an executor, such as one that sends nothing."""
+        session = self._open()
         with session.executor.in_session():
             folder = self._bundle()
             verified = session.verifier is not None
             with told_if_slow("making the model", self._say):
                 model = load_remote_model(
-                    folder, session.manifest, session.executor, self._dtype, self._device, verified=verified
+                    folder, session.manifest, executor, self._dtype, self._device, verified=verified
                 )
             if not verified or self._plan.tokenizer is not None:
                 text = self.text if self._plan.tokenizer is not None or has_tokenizer(folder) else None
@@ -336,6 +342,28 @@ class TenantClient:
 
         chosen = finetune_options(options)
         return finetune(self, data, peft_config, output_dir, chosen)
+
+    @takes_options(FinetuneOptions)
+    def plan(self, data: Any, peft_config: PeftConfig | None = None, **options: Unpack[FinetuneKeywords]) -> Bill:
+        """Returns what `finetune` with these arguments will cost: bytes, time and memory, by `print` as a table
+        (docs/finetune.md, "What a run costs, before it runs").
+
+        Nothing of the data is sent. The provider gets random rows for at most ten seconds, which are timed.
+
+        Args:
+            data, peft_config: as for `finetune`.
+            **options: those of `FinetuneOptions`.
+
+        Raises:
+            VeilbaseError: as for `finetune`.
+        """
+        from tenant_sdk.bill import plan_run
+        from tenant_sdk.training.finetune import prepare
+
+        prepared = prepare(self, data, peft_config, finetune_options(options))
+        session = self._open()
+        with session.executor.in_session():
+            return plan_run(self, session, self._bundle(), prepared, Path("adapters/adapter"))
 
     def generate(
         self,
