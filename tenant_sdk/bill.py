@@ -23,7 +23,7 @@ writes nothing into the run's folders.
 Left out: waits, retries and resumed runs; early stopping (the planned steps count); where a mixture of experts sends
 its tokens (rows of experts are those of made-up tokens); the checkpoints that are written; that attention takes more
 time for rows longer than `MOST_TYPICAL_TOKENS`; and what connecting and reading the checkpoint took. In a long run,
-what comes after `count_s` seconds of counting is taken to be as what came before.
+what comes after `count_s` processor seconds of counting is taken to be as what came before.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
+import os
 import random
 import re
 import tempfile
@@ -60,13 +62,14 @@ from noise.registry import product_calls
 from noise.scheme import GroupSpec, Masked, MaskScheme, decode_rows, encode_rows
 from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.model.remote_group import RemoteExecutor, most_rows
-from tenant_sdk.model.run_state import NO_MODEL, RunStates
+from tenant_sdk.model.run_state import RunStates
+from tenant_sdk.plain_values import positive
 from tenant_sdk.session import Session
 from tenant_sdk.session_protocol import TrainingSession
-from tenant_sdk.training.activation_checkpointing import Checkpointing, Estimate, estimate, has_dropout
+from tenant_sdk.training.activation_checkpointing import Checkpointing, estimate, has_dropout
 from tenant_sdk.training.checkpoints import Checkpoints, save_adapter
 from tenant_sdk.training.finetune import Prepared, Run
-from tenant_sdk.training.loss import REMOTE_CHUNK_BYTES
+from tenant_sdk.training.loss import LOCAL_CHUNK_BYTES, REMOTE_CHUNK_BYTES
 from tenant_sdk.training.token_rows import IGNORE_INDEX
 from tenant_sdk.training.trainers import StopEarly, own_accelerate_state
 from tenant_sdk.training.windows import EMBEDDINGS, kind_of
@@ -74,7 +77,7 @@ from wire.errors import ConfigurationError
 from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, FrameType, Purpose, payload_bytes
 from wire.limits import CHUNK_BYTES, Limits
 from wire.manifest import Manifest
-from wire.ring.seeded_rows import SEED_BYTES
+from wire.ring.seeded_rows import SEED_BYTES, SeededRows
 from wire.transport.inproc import InprocConnection
 
 PROBE_S = 10.0
@@ -84,7 +87,7 @@ PROBE_ROWS = 256
 MOST_TYPICAL_TOKENS = 512
 """The most tokens of the batch with which the tenant's own layers are timed."""
 COUNT_S = 5.0
-"""The seconds after which the count of a long run's batches ends, and the rest is taken to be alike."""
+"""The processor seconds after which the count of a long run's batches ends, and the rest is taken to be alike."""
 SMALL_BYTES = 4_000_000
 """A run of fewer bytes is not probed before it begins: it takes seconds, and the probe would be a part of them."""
 
@@ -490,10 +493,10 @@ class _Count:
     positions: int
     tenant_s: float
     is_exact: bool
-    need: Estimate
-    mode: str | None
-    model_bytes: int
-    trained_bytes: int
+    memory_bytes: int
+    """The tenant's own tensors, the adapter with its gradients and AdamW's two moments, activations and logits."""
+    local_bytes: int
+    """The same for a run on this machine alone, without checkpointing and without the base layers' weights."""
 
 
 # ---- a run of Trainer over batches of which only the shapes are noted ------------------------------------------------
@@ -528,7 +531,7 @@ class _Counter:
         self, trainer: Any, recorder: _Recorder, windowed: _Windowed, count_s: float, most_typical: int
     ) -> None:
         self._trainer, self._recorder, self.windowed = trainer, recorder, windowed
-        self._until, self._most_typical = time.monotonic() + count_s, most_typical
+        self._until, self._most_typical = time.thread_time() + count_s, most_typical
         self.passes: dict[str, _Pass] = {}
         self.is_exact = True
         self.num_tokens = 0
@@ -537,7 +540,7 @@ class _Counter:
         def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
             self._note("training", inputs, lambda made: step(model, made, None))
             self.num_tokens += int(inputs["attention_mask"].sum())
-            if time.monotonic() > self._until:
+            if time.thread_time() > self._until:
                 trainer.control.should_training_stop = True
             return torch.zeros(())
 
@@ -563,9 +566,9 @@ class _Counter:
     def _note(self, kind: str, inputs: Mapping[str, torch.Tensor], run: Callable[[Any], Any]) -> None:
         shape = _shape(inputs)
         if kind not in self.passes:
-            began = time.monotonic()
+            began = time.thread_time()
             self.passes[kind] = self._learn(inputs, shape, run)
-            self._until += time.monotonic() - began
+            self._until += time.thread_time() - began
         self.passes[kind].shapes[shape] += 1
 
     def _learn(self, inputs: Mapping[str, torch.Tensor], shape: _Shape, run: Callable[[Any], Any]) -> _Pass:
@@ -680,12 +683,18 @@ def _counted(
                 most = None if law.key[0] in blocks else head_rows[kind == "training"]
                 for key, rows, count in law.at(features, most):
                     calls[key, rows] += round(factor * times * count)
+    own_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if not each.is_meta)
+    own_bytes += 3 * sum(each.nbytes for each in model.parameters() if each.requires_grad) + 3 * LOCAL_CHUNK_BYTES
     longest = run.rows.longest_batch(options.batch_size, num_virtual)
-    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    need = estimate(base, longest, has_dropout(model))
+    kept_bytes = need.plain
+    if kept.mode is not None:
+        kept_bytes = need.working + (min(need.stored, kept.store.memory_bytes) if kept.store is not None else 0)
+    elif options.window_tokens is not None:
+        kept_bytes = estimate(base, min(longest, options.window_tokens), has_dropout(model)).plain
     return _Count(
         calls, steps, round(counter.num_tokens * scale), round(positions), tenant_s,
-        counter.is_exact and scale == 1.0, estimate(base, longest, has_dropout(model)), kept.mode,
-        sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if not each.is_meta), trained,
+        counter.is_exact and scale == 1.0, own_bytes + kept_bytes, own_bytes + need.plain,
     )  # fmt: skip
 
 
@@ -754,9 +763,10 @@ class _Wire:
             trips += times
         return up, down, trips
 
-    def hints(self, used: Sequence[_Key], directions: Sequence[Direction]) -> tuple[int, int, int, int]:
-        """Returns what hints of the lattice mask take: bytes sent, bytes received, requests, and bytes on disk, of
-        those that are not there yet.
+    def missing_hints(
+        self, used: Sequence[_Key], directions: Sequence[Direction]
+    ) -> list[tuple[GroupSpec, Direction]]:  # fmt: skip
+        """Returns the groups and directions whose hints of the lattice mask a run has to get.
 
         Args:
             used: the groups and directions of the run, for hints that are not kept.
@@ -764,11 +774,17 @@ class _Wire:
         """
         scheme = self.scheme
         if not isinstance(scheme, Lattice):
-            return 0, 0, 0, 0
-        pairs = [(group, direction) for direction in directions for group in self.groups.values()]
+            return []
         if not scheme.keeps_hints:
-            pairs = [(self.groups[group], way) for group, way, is_public in dict.fromkeys(used) if not is_public]
-        missing = [pair for pair in pairs if not scheme.keeps_hints or not scheme.has_hints([pair])]
+            return [(self.groups[group], way) for group, way, is_public in dict.fromkeys(used) if not is_public]
+        pairs = [(group, direction) for direction in directions for group in self.groups.values()]
+        return [pair for pair in pairs if not scheme.has_hints([pair])]
+
+    def hints(self, missing: Sequence[tuple[GroupSpec, Direction]]) -> tuple[int, int, int, int]:
+        """Returns what these hints take: bytes sent, bytes received, requests, and bytes on disk."""
+        scheme = self.scheme
+        if not isinstance(scheme, Lattice):
+            return 0, 0, 0, 0
         up = down = trips = 0
         for group, direction in missing:
             widths, call = group.widths(direction), Call(group.id, direction, Arithmetic.RING, Purpose.HINT)
@@ -777,6 +793,11 @@ class _Wire:
                 down += _message_bytes(call, FrameType.REPLY, rows, widths[1], self.header_bytes)
                 trips += 1
         return up, down, trips, scheme.hint_disk_bytes(missing) if scheme.keeps_hints else 0
+
+    @property
+    def num_weights(self) -> int:
+        """Returns the number of the base layers' weights."""
+        return sum(group.in_features * group.out_features for group in self.groups.values())
 
 
 def _fewer_layers(calls: Mapping[tuple[_Key, int], int], blocks: Mapping[int, int], first: int) -> dict[Any, int]:
@@ -825,29 +846,340 @@ def _savings(wire: _Wire, session: Session, calls: Mapping[tuple[_Key, int], int
     return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
 
 
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+_Form = tuple[Any, ...]
+"""What a probe tells requests apart by: the columns of request and reply, and the widths of their numbers."""
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Holds what one request of a form takes, and what each of its rows adds."""
+
+    call_s: float
+    row_s: float
+
+    def of(self, rows: int) -> float:
+        """Returns the seconds of a request with so many rows."""
+        return self.call_s + rows * self.row_s
+
+
+class _Probe:
+    """Measures the provider, the link, and the encoding of rows here; see the module's docstring."""
+
+    def __init__(self, session: Session, wire: _Wire, keys: Sequence[_Key], probe_s: float) -> None:
+        """Sends and times random rows, in rounds, until rounds take no less time or `probe_s` are over.
+
+        Args:
+            session, wire: the session.
+            keys: the groups and directions of the run.
+            probe_s: the most seconds.
+        """
+        self._wire, self._executor = wire, session.executor
+        self._first: dict[_Form, _Key] = {}
+        for key in keys:
+            self._first.setdefault(self._form(key), key)
+        widths = [self._widths(form) for form in self._first]
+        most = min([PROBE_ROWS, *(most_rows(each, wire.limits) for each in widths)])
+        # so few that each round is done soon on a slow line, too
+        self.rows = max(1, min(most, int(SMALL_BYTES / (4 * max(sum(map(sum, widths)), 1)))))
+        took: dict[tuple[int, _Form], list[float]] = {}
+        until, stale = time.perf_counter() + probe_s, 0
+        while stale < 3:
+            stale += 1
+            for rows in dict.fromkeys((1, self.rows)):
+                for form, (group, direction, _) in self._first.items():
+                    if took and time.perf_counter() >= until:
+                        stale = 3
+                        continue
+                    began = time.perf_counter()
+                    session.executor.exchange(wire.groups[group], direction, rows)
+                    times = took.setdefault((rows, form), [])
+                    times.append(time.perf_counter() - began)
+                    if len(times) == 1 or times[-1] < 0.95 * min(times[:-1]):
+                        stale = min(stale, 1)
+        self._seconds = {form: self._solved(form, took) for form in self._first}
+        self._code = {form: self._coding(key) for form, key in self._first.items()}
+
+    def _form(self, key: _Key) -> _Form:
+        calls = tuple((call.bits, call.reply_bits, call.purpose) for call in self._wire.messages(key))
+        return (*self._wire.groups[key[0]].widths(key[1]), calls)
+
+    @staticmethod
+    def _widths(form: _Form) -> tuple[int, int]:
+        return form[0], form[1]
+
+    def _solved(self, form: _Form, took: Mapping[tuple[int, _Form], list[float]]) -> _Seconds:
+        """Returns the median times of a form; by its columns from another form if the time was over before it came."""
+
+        def typical(rows: int) -> float:
+            times = took.get((rows, form))
+            if times:
+                return float(np.median(times[1:] or times))
+            others = [(self._widths(other), np.median(each)) for (n, other), each in took.items() if n == rows]
+            others = others or [(self._widths(other), np.median(each) * rows / n) for (n, other), each in took.items()]
+            return max(float(each) * sum(self._widths(form)) / sum(columns) for columns, each in others)
+
+        if self.rows == 1:
+            return _Seconds(typical(1), 0.0)
+        row_s = max(typical(self.rows) - typical(1), 0.0) / (self.rows - 1)
+        return _Seconds(max(typical(1) - row_s, 0.0), row_s)
+
+    def _coding(self, key: _Key) -> _Seconds:
+        """Returns how long rows of a form take to be encoded, masked and decoded here."""
+        group, direction = self._wire.groups[key[0]], key[1]
+        if self._wire.scheme.arithmetic is Arithmetic.FLOAT:
+            return _Seconds(0.0, 0.0)
+        cols, reply_cols = group.widths(direction)
+        found = []
+        for rows in (1, PROBE_ROWS):
+            values, reply = torch.randn(rows, cols), torch.zeros(rows, reply_cols, dtype=torch.int32)
+            times = []
+            for _ in range(3):
+                began = time.perf_counter()
+                if self._wire.scheme.name == "shares":
+                    SeededRows(os.urandom(SEED_BYTES), 0, rows).expand(cols)
+                encoded, scales = encode_rows(group, direction, values)
+                encoded += encoded
+                decode_rows(group, direction, reply, scales, reply)
+                times.append(time.perf_counter() - began)
+            found.append(min(times))
+        row_s = max(found[1] - found[0], 0.0) / (PROBE_ROWS - 1)
+        return _Seconds(max(found[0] - row_s, 0.0), row_s)
+
+    def seconds(self, calls: Mapping[tuple[_Key, int], int]) -> tuple[float, float]:
+        """Returns the seconds that calls take at the provider and on the link, and those of their encoding here."""
+        there = here = 0.0
+        for (key, rows), count in calls.items():
+            form = self._form(key)
+            if form not in self._seconds:  # public rows, which are few
+                continue
+            most = most_rows(self._widths(form), self._wire.limits)
+            for part, times in ((most, rows // most), (rows % most, 1)):
+                if part and times:
+                    there += count * times * self._seconds[form].of(part)
+                    here += count * times * self._code[form].of(part)
+        return there, here
+
+    def hint_s(self, pairs: Sequence[tuple[GroupSpec, Direction]]) -> float:
+        """Returns how long these hints take to be fetched or computed."""
+        scheme = self._wire.scheme
+        if not isinstance(scheme, Lattice) or not pairs:
+            return 0.0
+        if scheme.computes_hints:
+            return local.Work.of(pairs, scheme.parameters.dimension).products / local.product_speed()
+        known = {self._widths(form): each for form, each in self._seconds.items()}
+        worst = max(each.row_s / sum(widths) for widths, each in known.items())
+        total = 0.0
+        for group, direction in pairs:
+            widths = group.widths(direction)
+            each = known.get(widths) or _Seconds(0.0, worst * sum(widths))
+            total += sum(each.of(rows) for rows in scheme.fetches((group, direction)))
+        return total
+
+
+def _mask_s(wire: _Wire, calls: Mapping[tuple[_Key, int], int]) -> float:
+    """Returns how long the masks of a run take, by the speed at which this machine makes a throwaway block."""
+    scheme = wire.scheme
+    rows: Counter[_Key] = Counter()
+    for (key, num_rows), count in calls.items():
+        if not key[2]:
+            rows[key] += num_rows * count
+    if isinstance(scheme, Pad):
+        products = sum(num * wire.groups[key[0]].in_features * wire.groups[key[0]].out_features for key, num in rows.items())
+        return products / local.product_speed()
+    if not isinstance(scheme, Lattice) or scheme.polynomials is not negacyclic:  # a GPU makes them beside all else
+        return 0.0
+    numbers = sum(scheme.pool.rounded(num) * sum(wire.groups[key[0]].widths(key[1])) for key, num in rows.items())
+    return numbers / _mask_speed(scheme.parameters)
+
+
+def _mask_speed(parameters: LatticeParameters, features: int = 256, num_blocks: int = 4) -> float:
+    """Returns how many numbers of masks and effects this machine makes in a second. Secrets, matrix and hint are drawn
+    for this and dropped."""
+    rng = sampling.Csprng()
+    matrix = SeededRows(os.urandom(SEED_BYTES), 0, parameters.dimension).expand(features)
+    matrix_hat = negacyclic.transform(matrix, parameters)
+    fastest_s = math.inf
+    for _ in range(2):
+        began = time.perf_counter()
+        drawn = sampling.ternary(rng, (num_blocks, parameters.rank, parameters.ring_degree))
+        negacyclic.masks_and_effects(
+            matrix_hat, negacyclic.secret_transform(drawn), matrix,
+            lambda shape: sampling.error(rng, shape, parameters), parameters,
+        )  # fmt: skip
+        fastest_s = min(fastest_s, time.perf_counter() - began)
+    return 2 * num_blocks * parameters.ring_degree * features / max(fastest_s, 1e-9)
+
+
+def _local_s(wire: _Wire, calls: Mapping[tuple[_Key, int], int]) -> float:
+    """Returns how long the base layers of a run would take here in float32: 2·rows·in·out operations a call, forward
+    and backward alike, but no gradient of a weight; or as long as it takes to read the weight, for few rows."""
+    rows, wide = 256, 1024
+    weight, batch = torch.randn(wide, 16 * wide), torch.randn(rows, wide)
+
+    def fastest(left: torch.Tensor) -> float:
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            torch.mm(left, weight)
+            times.append(time.perf_counter() - began)
+        return max(min(times), 1e-9)
+
+    flops = 2.0 * rows * weight.numel() / fastest(batch)
+    bytes_s = 4.0 * weight.numel() / fastest(batch[:1])
+    total = 0.0
+    for ((group, _, _), num_rows), count in calls.items():
+        numbers = wire.groups[group].in_features * wire.groups[group].out_features
+        total += count * max(2.0 * num_rows * numbers / flops, 4.0 * numbers / bytes_s)
+    return total
+
+
 # ---- a plan of a fine-tuning run -------------------------------------------------------------------------------------
 
 
-def plan_run(
-    client: PlannedSession, session: Session, folder: Path, prepared: Prepared, output_dir: Path, *, count_s: float = COUNT_S
-) -> Bill:
-    """Returns what a fine-tuning run will send and receive, and its memory, without a time. Sends nothing.
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Plans runs and answers of one open session.
 
-    Args:
+    Attributes:
         client, session: the client, and its open session.
         folder: the folder of the provider's bundle.
-        prepared: what `tenant_sdk.training.finetune.prepare` returned.
-        output_dir: the run's output folder, which is not written to; its disk may have to hold replies.
-        count_s: the seconds after which the count of batches ends.
+        is_on_this_host: whether the provider may use the cores of this machine.
     """
-    count = _count(client, prepared, session.scheme.arithmetic, output_dir, count_s, MOST_TYPICAL_TOKENS)
-    wire = _Wire.of(session, folder)
-    up, down, trips = wire.both(count.calls)
-    hints = wire.hints([key for key, _ in count.calls], (Direction.FORWARD, Direction.BACKWARD))
-    savings = _savings(wire, session, count.calls, up + down)
-    return Bill(
-        "finetune", count.steps, count.tokens, count.positions, up + hints[0], down + hints[1], trips + hints[2],
-        hint_bytes=hints[1], hint_disk_bytes=hints[3], savings=savings, is_exact=count.is_exact,
-        manifest=manifest_digest(session.manifest), run=prepared.run_id, mask=session.scheme.name,
-        precision=session.scheme.precision,
-    )  # fmt: skip
+
+    client: PlannedSession
+    session: Session
+    folder: Path
+    is_on_this_host: bool
+
+    def run(
+        self, prepared: Prepared, output_dir: Path, *, probe_s: float = PROBE_S, count_s: float = COUNT_S,
+        typical_tokens: int = MOST_TYPICAL_TOKENS, probe_from_bytes: int = 0,
+    ) -> Bill:  # fmt: skip
+        """Returns what a fine-tuning run will cost. Sends nothing but the probe.
+
+        Args:
+            prepared: what `tenant_sdk.training.finetune.prepare` returned.
+            output_dir: the run's output folder, which is not written to; its disk may have to hold replies.
+            probe_s: the most seconds of the probe.
+            count_s: the processor seconds after which the count of batches ends.
+            typical_tokens: the most tokens of the batch with which the tenant's own layers are timed.
+            probe_from_bytes: a run of fewer bytes is not probed, and has no time.
+        """
+        scheme = self.session.scheme
+        count = _count(self.client, prepared, scheme.arithmetic, output_dir, count_s, typical_tokens)
+        wire = _Wire.of(self.session, self.folder)
+        up, down, trips = wire.both(count.calls)
+        keys = list(dict.fromkeys(key for key, _ in count.calls))
+        missing = wire.missing_hints(keys, (Direction.FORWARD, Direction.BACKWARD))
+        hints = wire.hints(missing)
+        bill = Bill(
+            "finetune", count.steps, count.tokens, count.positions, up + hints[0], down + hints[1], trips + hints[2],
+            hint_bytes=hints[1], hint_disk_bytes=hints[3], memory_bytes=count.memory_bytes + _pool_bytes(wire, count.calls),
+            local_bytes=count.local_bytes + 4 * wire.num_weights, is_exact=count.is_exact,
+            savings=_savings(wire, self.session, count.calls, up + down), run=prepared.run_id, **self._about(),
+        )  # fmt: skip
+        if bill.num_bytes < probe_from_bytes:
+            return bill
+        return self._timed(bill, wire, count.calls, missing, count.tenant_s, probe_s)
+
+    def tokens(self, prompt_tokens: int, new_tokens: int, requests: int = 1, *, probe_s: float = PROBE_S) -> Bill:
+        """Returns what answers will cost, one after the other. Sends nothing but the probe.
+
+        Args:
+            prompt_tokens: the tokens of each prompt.
+            new_tokens: the tokens of each answer.
+            requests: the number of answers.
+            probe_s: the most seconds of the probe.
+
+        Raises:
+            ConfigurationError: a number is not positive, or one answer does not fit into the model's context.
+        """
+        for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("requests", requests)):
+            positive(name, value)
+        calls, tenant_s = _answer_calls(self.client, self.session.scheme.arithmetic, prompt_tokens, new_tokens)
+        calls = Counter({call: count * requests for call, count in calls.items()})
+        wire = _Wire.of(self.session, self.folder)
+        up, down, trips = wire.both(calls)
+        keys = list(dict.fromkeys(key for key, _ in calls))
+        missing = wire.missing_hints(keys, (Direction.FORWARD,))
+        hints = wire.hints(missing)
+        tokens = requests * (prompt_tokens + new_tokens)
+        bill = Bill(
+            "tokens", requests * new_tokens, tokens, tokens - requests, up + hints[0], down + hints[1], trips + hints[2],
+            hint_bytes=hints[1], hint_disk_bytes=hints[3], savings=_savings(wire, self.session, calls, up + down),
+            **self._about(),
+        )  # fmt: skip
+        return self._timed(bill, wire, calls, missing, requests * tenant_s, probe_s)
+
+    def _about(self) -> dict[str, str]:
+        return {
+            "manifest": manifest_digest(self.session.manifest),
+            "mask": self.session.scheme.name,
+            "precision": self.session.scheme.precision,
+        }
+
+    def check(self, plan: Bill, prepared: Prepared) -> None:
+        """Raises ConfigurationError if a run is not the one that was planned."""
+        plan.check(run=prepared.run_id, **self._about())
+
+    def _timed(
+        self, bill: Bill, wire: _Wire, calls: Mapping[tuple[_Key, int], int],
+        missing: Sequence[tuple[GroupSpec, Direction]], tenant_s: float, probe_s: float,
+    ) -> Bill:  # fmt: skip
+        keys = list(dict.fromkeys(key for key, _ in calls if not key[2]))
+        if not keys:
+            return dataclasses.replace(bill, seconds=tenant_s, tenant_s=tenant_s, local_seconds=tenant_s)
+        probe = _Probe(self.session, wire, keys, probe_s)
+        provider_s, coding_s = probe.seconds(calls)
+        mask_s, hint_s = _mask_s(wire, calls), probe.hint_s(missing)
+        both_s = provider_s + mask_s if self.is_on_this_host else max(provider_s, mask_s)
+        return dataclasses.replace(
+            bill, seconds=tenant_s + coding_s + both_s + hint_s, provider_s=provider_s, tenant_s=tenant_s + coding_s,
+            mask_s=mask_s, hint_s=hint_s, local_seconds=tenant_s + _local_s(wire, calls),
+        )  # fmt: skip
+
+
+def _pool_bytes(wire: _Wire, calls: Mapping[tuple[_Key, int], int]) -> int:
+    """Returns the memory of masks that are made ahead: the pool's budget, or all masks of the run."""
+    if not isinstance(wire.scheme, Lattice | Pad):
+        return 0
+    needed = sum(4 * rows * count * sum(wire.groups[key[0]].widths(key[1])) for (key, rows), count in calls.items())
+    pool = wire.scheme.pool
+    return min(pool.budget_bytes if pool.file is None else pool.file.held_bytes, needed)
+
+
+@torch.no_grad()
+def _answer_calls(
+    client: PlannedSession, arithmetic: Arithmetic, prompt_tokens: int, new_tokens: int
+) -> tuple[Counter[tuple[_Key, int]], float]:
+    """Returns the calls of one answer of the base model, and the seconds of the tenant's own layers. They are counted
+    with a short prompt of made-up tokens."""
+    recorder = _Recorder(arithmetic)
+    model: Any = client.model_over(recorder)
+    recorder.taken()
+    options: dict[str, Any] = {"use_cache": True}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = 1
+
+    def step(num_tokens: int, cache: Any) -> tuple[Any, list[tuple[_Key, int]], float]:
+        began = time.perf_counter()
+        done = model(torch.full((1, num_tokens), _LABEL), past_key_values=cache, **options)
+        return done.past_key_values, recorder.taken(), time.perf_counter() - began
+
+    sample = 8
+    cache, prompt, _ = step(sample, None)
+    times = []
+    for _ in range(6):
+        cache, one, took_s = step(1, cache)
+        times.append(took_s)
+    prompt_s = step(sample, None)[2]
+    calls: Counter[tuple[_Key, int]] = Counter()
+    for key, rows in prompt:
+        calls[key, prompt_tokens if rows == sample else rows] += 1
+    for call in one:
+        calls[call] += new_tokens - 1
+    step_s = float(np.median(times))
+    token_s = max(prompt_s - step_s, 0.0) / (sample - 1)
+    return calls, step_s * new_tokens + token_s * (prompt_tokens - 1)

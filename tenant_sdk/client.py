@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ from tenant_sdk.explain import ONLY_IN_USE, bit_range, explain, not_in_use, prob
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
 from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.options import names_keywords, takes_options
-from tenant_sdk.plan import Trust, make_plan
+from tenant_sdk.plan import Trust, is_on_this_host, make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.settings import NOT_OF_MANY, EngineOptions, ManyKeywords, RequestOptions, StoreOptions
@@ -47,8 +47,12 @@ from wire.transport.connection import Traffic
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-    from tenant_sdk.bill import Bill
+    from tenant_sdk.bill import Bill, Planner
     from tenant_sdk.endpoint.server import Endpoint
+
+_Planned = TypeVar("_Planned")
+_ANY_ADAPTER = Path("adapters/adapter")
+"""The output folder of a run that has not named one."""
 
 
 class TenantClient:
@@ -357,13 +361,30 @@ class TenantClient:
         Raises:
             VeilbaseError: as for `finetune`.
         """
-        from tenant_sdk.bill import plan_run
         from tenant_sdk.training.finetune import prepare
 
         prepared = prepare(self, data, peft_config, finetune_options(options))
-        session = self._open()
+        return self._planned(lambda planner: planner.run(prepared, _ANY_ADAPTER))
+
+    @names_keywords
+    def plan_tokens(self, prompt_tokens: int, new_tokens: int, requests: int = 1) -> Bill:
+        """Returns what answers of the base model will cost, made one after the other: bytes, round trips and time.
+
+        The provider gets random rows for at most ten seconds, which are timed.
+
+        Args:
+            prompt_tokens: the tokens of each prompt.
+            new_tokens: the tokens of each answer.
+            requests: the number of answers.
+        """
+        return self._planned(lambda planner: planner.tokens(prompt_tokens, new_tokens, requests))
+
+    def _planned(self, plan: Callable[[Planner], _Planned]) -> _Planned:
+        from tenant_sdk.bill import Planner
+
+        session, folder = self._open(), self._bundle()
         with session.executor.in_session():
-            return plan_run(self, session, self._bundle(), prepared, Path("adapters/adapter"))
+            return plan(Planner(self, session, folder, is_on_this_host(self._plan.urls)))
 
     def generate(
         self,
