@@ -105,8 +105,8 @@ def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> st
 def product_calls(
     scheme: MaskScheme, group: GroupSpec, direction: Direction, precision: str | None = None
 ) -> tuple[tuple[Call, int], ...]:
-    """Returns the calls that a scheme's `mask` makes of the rows of one group, each with the index of its provider. They
-    are the same for every row.
+    """Returns the calls that a scheme's `mask` makes of the rows of one group, each with the index of its provider.
+    They are the same for every row.
 
     Args:
         precision: how many bits of a masked number cross, if not what the scheme was made with.

@@ -70,10 +70,11 @@ from tenant_sdk.training.activation_checkpointing import Checkpointing, estimate
 from tenant_sdk.training.checkpoints import Checkpoints, save_adapter
 from tenant_sdk.training.finetune import Prepared, Run
 from tenant_sdk.training.loss import LOCAL_CHUNK_BYTES, REMOTE_CHUNK_BYTES
+from tenant_sdk.training.settings import FinetuneResult
 from tenant_sdk.training.token_rows import IGNORE_INDEX
 from tenant_sdk.training.trainers import StopEarly, own_accelerate_state
 from tenant_sdk.training.windows import EMBEDDINGS, kind_of
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, VeilbaseError
 from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, FrameType, Purpose, payload_bytes
 from wire.limits import CHUNK_BYTES, Limits
 from wire.manifest import Manifest
@@ -88,6 +89,8 @@ MOST_TYPICAL_TOKENS = 512
 """The most tokens of the batch with which the tenant's own layers are timed."""
 COUNT_S = 5.0
 """The processor seconds after which the count of a long run's batches ends, and the rest is taken to be alike."""
+BRIEF_S = 1.0
+"""The seconds that the estimate before a run may take, apart from the making of a model."""
 SMALL_BYTES = 4_000_000
 """A run of fewer bytes is not probed before it begins: it takes seconds, and the probe would be a part of them."""
 
@@ -195,14 +198,14 @@ class Bill:
 
     def _traffic(self) -> str:
         about = "" if self.is_exact else "about "
-        return (
-            f"{about}{size(self.bytes_up)} sent, {size(self.bytes_down)} received, {self.round_trips:,} round trips"
-        )
+        return f"{about}{size(self.bytes_up)} sent, {size(self.bytes_down)} received, {self.round_trips:,} round trips"
 
     def _time(self) -> str:
         parts = [("provider and link", self.provider_s), ("this machine", self.tenant_s)]
         parts += [(name, took) for name, took in (("masks", self.mask_s), ("hints", self.hint_s)) if took]
-        return f"about {duration(self.seconds or 0.0)}: " + ", ".join(f"{name} {duration(took)}" for name, took in parts)
+        return f"about {duration(self.seconds or 0.0)}: " + ", ".join(
+            f"{name} {duration(took)}" for name, took in parts
+        )
 
     def locally(self) -> str:
         """Returns one line on the same run on this machine alone."""
@@ -218,10 +221,12 @@ class Bill:
         took = "" if self.seconds is None else f" and about {duration(self.seconds)}"
         return f"estimated {size(self.num_bytes)}, {self.round_trips:,} round trips{took}"
 
-    def compared(self, num_bytes: int, seconds: float) -> str:
-        """Returns one line that compares the plan with what the run took."""
+    def compared(self, result: FinetuneResult) -> str:
+        """Returns one line that compares the plan with what a run took."""
         planned = size(self.num_bytes) + ("" if self.seconds is None else f" and {duration(self.seconds)}")
-        return f"estimated {planned}; it took {size(num_bytes)} and {duration(seconds)}"
+        resumed = f", from step {result.resumed_from_step} on" if result.resumed_from_step else ""
+        took = f"{size(result.bytes_up + result.bytes_down)} and {duration(result.seconds)}"
+        return f"estimated {planned}; it took {took}{resumed}"
 
     def to_json(self) -> str:
         """Returns the plan as JSON; it holds no contents of the data, but a fingerprint of it."""
@@ -248,7 +253,13 @@ class Bill:
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             found["savings"] = tuple(Saving(**each) for each in found["savings"])
-            return cls(**found)
+            loaded = cls(**found)
+            if loaded.run and all(
+                isinstance(value, int | float | str | bool | tuple | None) for value in found.values()
+            ):
+                str(loaded), loaded.line()  # which formats each number
+                return loaded
+            raise TypeError
         except OSError as exc:
             raise ConfigurationError(f"the plan {path} cannot be read: {exc.strerror}") from exc
         except (ValueError, TypeError, KeyError):  # `from None`: the text quotes the file
@@ -562,16 +573,34 @@ class _Counter:
             trainer._reference = reference
 
     _is_inside = False
+    optimizer_s = 0.0
+    """The seconds of an optimizer step here."""
+    learning_s = 0.0
+    """The seconds of the tiny batches, which a run does not have."""
+
+    def _optimizer_s(self) -> float:
+        trainer = self._trainer
+        took_s = 0.0
+        for _ in range(2):  # the first one makes the optimizer's state
+            for parameter in trainer.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            began = time.perf_counter()
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+            trainer.optimizer.step()
+            took_s = time.perf_counter() - began
+        trainer.model.zero_grad(set_to_none=True)
+        return took_s
 
     def _note(self, kind: str, inputs: Mapping[str, torch.Tensor], run: Callable[[Any], Any]) -> None:
         shape = _shape(inputs)
         if kind not in self.passes:
-            began = time.thread_time()
-            self.passes[kind] = self._learn(inputs, shape, run)
+            began, began_s = time.thread_time(), time.perf_counter()
+            self.passes[kind] = self._learn(kind, inputs, shape, run)
             self._until += time.thread_time() - began
+            self.learning_s += time.perf_counter() - began_s
         self.passes[kind].shapes[shape] += 1
 
-    def _learn(self, inputs: Mapping[str, torch.Tensor], shape: _Shape, run: Callable[[Any], Any]) -> _Pass:
+    def _learn(self, kind: str, inputs: Mapping[str, torch.Tensor], shape: _Shape, run: Callable[[Any], Any]) -> _Pass:
         """Runs tiny batches, and returns how calls follow from shapes, and how long they take here."""
         unit = 1 if "labels" in inputs else 2
         samples = []
@@ -582,6 +611,8 @@ class _Counter:
                 samples.append((self.windowed.features(sample, window), self._recorder.taken()))
             laws, is_exact = _laws(samples)
             self.is_exact &= is_exact
+            if kind == "training":
+                self.optimizer_s = self._optimizer_s()
             small = sample[0] * sample[1]
             typical = self._typical(shape, unit)
             typical_s = self._timed(inputs, typical, None, run)
@@ -643,14 +674,26 @@ def _count(
         _same_random_numbers(), warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.simplefilter("ignore")  # a run says what there is to warn about
-        run = Run(unconnected, quiet, Checkpoints(Path(scratch) / "checkpoints"), output_dir)
+        run, began = (
+            Run(unconnected, quiet, Checkpoints(Path(scratch) / "checkpoints"), output_dir),
+            time.perf_counter(),
+        )
         with run.made_trainer() as (trainer, kept):
-            return _counted(run, trainer, kept, recorder, Path(scratch), count_s, typical, _blocks(session.connect()))
+            return _counted(
+                run, trainer, kept, recorder, Path(scratch), count_s, typical, _blocks(session.connect()), began
+            )
 
 
 def _counted(
-    run: Run, trainer: Any, kept: Checkpointing, recorder: _Recorder, scratch: Path, count_s: float, typical: int,
+    run: Run,
+    trainer: Any,
+    kept: Checkpointing,
+    recorder: _Recorder,
+    scratch: Path,
+    count_s: float,
+    typical: int,
     blocks: Mapping[int, int],
+    began: float,
 ) -> _Count:
     options, model = run.options, trainer.model
     args = trainer.args
@@ -668,7 +711,8 @@ def _counted(
     calls.update(recorder.taken())
     steps, done = int(trainer.state.max_steps), max(int(trainer.state.global_step), 1)
     scale = steps / done
-    positions, tenant_s = 0.0, 0.0
+    # what is not the tiny batches, the run does too: making the model, going through the batches, writing the adapter
+    positions, tenant_s = 0.0, time.perf_counter() - began - counter.learning_s + steps * counter.optimizer_s
     base = model.get_base_model()
     chunk = max(1, REMOTE_CHUNK_BYTES // (4 * int(base.config.get_text_config().vocab_size)))
     head_rows = chunk, options.window_tokens or chunk
@@ -831,18 +875,22 @@ def _savings(wire: _Wire, session: Session, calls: Mapping[tuple[_Key, int], int
     found = []
     for precision in PRECISIONS:
         is_allowed = session.verifier is None or precision != "short"
-        if is_allowed and precision != wire.scheme.precision and isinstance(wire.scheme, Lattice | Pad) | (
-            wire.scheme.name == "shares"
+        if (
+            is_allowed
+            and precision != wire.scheme.precision
+            and isinstance(wire.scheme, Lattice | Pad) | (wire.scheme.name == "shares")
         ):
             up, down, _ = wire.both(calls, precision)
             found.append(Saving(f"precision {precision} (--precision)", now - up - down))
     blocks = _blocks(session.manifest)
     num_blocks = max(blocks.values(), default=0) + 1
-    for part, name in ((2, "half"), (3, "third")):
-        first = num_blocks - -(-num_blocks // part)
-        if any(key[1] is Direction.BACKWARD for key, _ in calls) and first > 0:
+    is_trained = any(key[1] is Direction.BACKWARD for key, _ in calls)
+    parts = {num_blocks - -(-num_blocks // part): name for part, name in ((3, "third"), (2, "half"))}
+    for first, name in parts.items():
+        if is_trained and first > 0:
             up, down, _ = wire.both(_fewer_layers(calls, blocks, first))
-            found.append(Saving(f"adapters on the upper {name} of the blocks only ({first} to {num_blocks - 1})", now - up - down))
+            setting = f"adapters on the upper {name} of the blocks only ({first} to {num_blocks - 1})"
+            found.append(Saving(setting, now - up - down))
     return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
 
 
@@ -986,7 +1034,9 @@ def _mask_s(wire: _Wire, calls: Mapping[tuple[_Key, int], int]) -> float:
         if not key[2]:
             rows[key] += num_rows * count
     if isinstance(scheme, Pad):
-        products = sum(num * wire.groups[key[0]].in_features * wire.groups[key[0]].out_features for key, num in rows.items())
+        products = sum(
+            num * wire.groups[key[0]].in_features * wire.groups[key[0]].out_features for key, num in rows.items()
+        )
         return products / local.product_speed()
     if not isinstance(scheme, Lattice) or scheme.polynomials is not negacyclic:  # a GPU makes them beside all else
         return 0.0
@@ -1076,13 +1126,26 @@ class Planner:
         hints = wire.hints(missing)
         bill = Bill(
             "finetune", count.steps, count.tokens, count.positions, up + hints[0], down + hints[1], trips + hints[2],
-            hint_bytes=hints[1], hint_disk_bytes=hints[3], memory_bytes=count.memory_bytes + _pool_bytes(wire, count.calls),
+            hint_bytes=hints[1], hint_disk_bytes=hints[3],
+            memory_bytes=count.memory_bytes + _pool_bytes(wire, count.calls),
             local_bytes=count.local_bytes + 4 * wire.num_weights, is_exact=count.is_exact,
             savings=_savings(wire, self.session, count.calls, up + down), run=prepared.run_id, **self._about(),
         )  # fmt: skip
         if bill.num_bytes < probe_from_bytes:
             return bill
         return self._timed(bill, wire, count.calls, missing, count.tenant_s, probe_s)
+
+    def briefly(self, prepared: Prepared, output_dir: Path) -> Bill | str:
+        """Returns what a run will cost, as it can be told in about a second; or a line that says why it cannot be."""
+        try:
+            return self.run(
+                prepared, output_dir, probe_s=BRIEF_S / 2, count_s=BRIEF_S / 2, typical_tokens=MOST_TYPICAL_TOKENS // 8,
+                probe_from_bytes=SMALL_BYTES,
+            )  # fmt: skip
+        except VeilbaseError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - an adapter may not bear made-up numbers, which the run does not have
+            return f"no estimate for this adapter ({type(exc).__name__})"
 
     def tokens(self, prompt_tokens: int, new_tokens: int, requests: int = 1, *, probe_s: float = PROBE_S) -> Bill:
         """Returns what answers will cost, one after the other. Sends nothing but the probe.
@@ -1107,8 +1170,8 @@ class Planner:
         hints = wire.hints(missing)
         tokens = requests * (prompt_tokens + new_tokens)
         bill = Bill(
-            "tokens", requests * new_tokens, tokens, tokens - requests, up + hints[0], down + hints[1], trips + hints[2],
-            hint_bytes=hints[1], hint_disk_bytes=hints[3], savings=_savings(wire, self.session, calls, up + down),
+            "tokens", requests * new_tokens, tokens, tokens - requests,
+            up + hints[0], down + hints[1], trips + hints[2], hint_bytes=hints[1], hint_disk_bytes=hints[3], savings=_savings(wire, self.session, calls, up + down),
             **self._about(),
         )  # fmt: skip
         return self._timed(bill, wire, calls, missing, requests * tenant_s, probe_s)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from tenant_sdk.bill import Bill, Planner
     from tenant_sdk.endpoint.server import Endpoint
+    from tenant_sdk.training.finetune import Prepared
 
 _Planned = TypeVar("_Planned")
 _ANY_ADAPTER = Path("adapters/adapter")
@@ -314,6 +315,8 @@ class TenantClient:
         data: Any,
         peft_config: PeftConfig | None = None,
         output_dir: str | Path = "adapters/adapter",
+        *,
+        plan: Bill | str | Path | None = None,
         **options: Unpack[FinetuneKeywords],
     ) -> FinetuneResult:
         """Trains an adapter over the provider's base model (docs/finetune.md).
@@ -326,6 +329,8 @@ class TenantClient:
                 by default. The object is not changed.
             output_dir: the adapter's folder, such as `adapters/support`; checkpoints are kept in
                 `adapters/.support.checkpoints` until the run ends.
+            plan: what `plan` returned, or a file with it. The run is refused if the provider, the data, the adapter or
+                the options have changed since.
             **options: those of `FinetuneOptions`.
 
         Returns:
@@ -345,7 +350,29 @@ class TenantClient:
         from tenant_sdk.training.finetune import finetune
 
         chosen = finetune_options(options)
-        return finetune(self, data, peft_config, output_dir, chosen)
+        planned = self._load_plan(plan)
+        estimates: list[Bill] = []
+
+        def before_run(prepared: Prepared) -> None:
+            if planned is not None:
+                self._planned(lambda planner: planner.check(planned, prepared))
+            if chosen.progress:
+                estimate = planned or self._planned(lambda planner: planner.briefly(prepared, Path(output_dir)))
+                to_stderr(estimate if isinstance(estimate, str) else estimate.line())
+                estimates.extend([estimate] if not isinstance(estimate, str) else [])
+
+        result = finetune(self, data, peft_config, output_dir, chosen, before_run=before_run)
+        for each in estimates:
+            to_stderr(each.compared(result))
+        return result
+
+    @staticmethod
+    def _load_plan(plan: Bill | str | Path | None) -> Bill | None:
+        if plan is None:
+            return None
+        from tenant_sdk.bill import Bill
+
+        return plan if isinstance(plan, Bill) else Bill.load(plan)
 
     @takes_options(FinetuneOptions)
     def plan(self, data: Any, peft_config: PeftConfig | None = None, **options: Unpack[FinetuneKeywords]) -> Bill:
@@ -367,17 +394,18 @@ class TenantClient:
         return self._planned(lambda planner: planner.run(prepared, _ANY_ADAPTER))
 
     @names_keywords
-    def plan_tokens(self, prompt_tokens: int, new_tokens: int, requests: int = 1) -> Bill:
+    def plan_tokens(
+        self, prompt_tokens: int, new_tokens: int, requests: int = 1, *, probe_s: float = 10.0
+    ) -> Bill:  # fmt: skip
         """Returns what answers of the base model will cost, made one after the other: bytes, round trips and time.
-
-        The provider gets random rows for at most ten seconds, which are timed.
 
         Args:
             prompt_tokens: the tokens of each prompt.
             new_tokens: the tokens of each answer.
             requests: the number of answers.
+            probe_s: the most seconds for which the provider gets random rows, which are timed.
         """
-        return self._planned(lambda planner: planner.tokens(prompt_tokens, new_tokens, requests))
+        return self._planned(lambda planner: planner.tokens(prompt_tokens, new_tokens, requests, probe_s=probe_s))
 
     def _planned(self, plan: Callable[[Planner], _Planned]) -> _Planned:
         from tenant_sdk.bill import Planner
