@@ -1171,12 +1171,13 @@ class Planner:
         tokens = requests * (prompt_tokens + new_tokens)
         bill = Bill(
             "tokens", requests * new_tokens, tokens, tokens - requests,
-            up + hints[0], down + hints[1], trips + hints[2], hint_bytes=hints[1], hint_disk_bytes=hints[3], savings=_savings(wire, self.session, calls, up + down),
+            up + hints[0], down + hints[1], trips + hints[2], hint_bytes=hints[1], hint_disk_bytes=hints[3],
+            savings=_savings(wire, self.session, calls, up + down),
             **self._about(),
         )  # fmt: skip
         return self._timed(bill, wire, calls, missing, requests * tenant_s, probe_s)
 
-    def _about(self) -> dict[str, str]:
+    def _about(self) -> dict[str, Any]:
         return {
             "manifest": manifest_digest(self.session.manifest),
             "mask": self.session.scheme.name,
