@@ -1161,6 +1161,10 @@ class Planner:
         """
         for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("requests", requests)):
             positive(name, value)
+        if prompt_tokens + new_tokens > (most := self.client.context_length):
+            raise ConfigurationError(
+                f"an answer and its prompt have at most {most} tokens in this model, got {prompt_tokens + new_tokens}"
+            )
         calls, tenant_s = _answer_calls(self.client, self.session.scheme.arithmetic, prompt_tokens, new_tokens)
         calls = Counter({call: count * requests for call, count in calls.items()})
         wire = _Wire.of(self.session, self.folder)
@@ -1195,13 +1199,14 @@ class Planner:
         keys = list(dict.fromkeys(key for key, _ in calls if not key[2]))
         if not keys:
             return dataclasses.replace(bill, seconds=tenant_s, tenant_s=tenant_s, local_seconds=tenant_s)
-        probe = _Probe(self.session, wire, keys, probe_s)
-        provider_s, coding_s = probe.seconds(calls)
-        mask_s, hint_s = _mask_s(wire, calls), probe.hint_s(missing)
+        with _same_random_numbers():
+            probe = _Probe(self.session, wire, keys, probe_s)
+            provider_s, coding_s = probe.seconds(calls)
+            mask_s, hint_s, base_s = _mask_s(wire, calls), probe.hint_s(missing), _local_s(wire, calls)
         both_s = provider_s + mask_s if self.is_on_this_host else max(provider_s, mask_s)
         return dataclasses.replace(
             bill, seconds=tenant_s + coding_s + both_s + hint_s, provider_s=provider_s, tenant_s=tenant_s + coding_s,
-            mask_s=mask_s, hint_s=hint_s, local_seconds=tenant_s + _local_s(wire, calls),
+            mask_s=mask_s, hint_s=hint_s, local_seconds=tenant_s + base_s,
         )  # fmt: skip
 
 

@@ -91,15 +91,16 @@ def serve_command(
 
 
 def _say_what_tokens_cost(client: ServedSession) -> None:
-    """Says on stderr what an answer of 1,000 tokens sends, receives and takes. Raises VerificationFailed if a reply of
+    """Says on stderr what answers of 1,000 tokens send, receive and take. Raises VerificationFailed if a reply of
     the probe was forged; of any other failure it says so, and the server starts."""
     try:
-        line = client.plan_tokens(1, _TOLD_TOKENS, probe_s=_PROBE_S).line()
+        length = min(_TOLD_TOKENS, client.context_length - 1)
+        line = client.plan_tokens(1, length, -(-_TOLD_TOKENS // length), probe_s=_PROBE_S).line()
     except VerificationFailed:
         raise
     except VeilbaseError as exc:
         line = f"no estimate, since the provider could not be timed: {printable(str(exc), one_line=True)}"
-    print(f"tenant: {_TOLD_TOKENS:,} tokens of one answer: {line}", file=sys.stderr, flush=True)
+    print(f"tenant: {_TOLD_TOKENS:,} tokens of answers: {line}", file=sys.stderr, flush=True)
 
 
 def log_requests() -> None:
