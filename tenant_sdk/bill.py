@@ -9,8 +9,8 @@ within the provider's limits.
 
 Time is measured in parts and added up:
 - the provider and the link, by a probe: fresh random rows of the operating system, in the form of masked rows, of which
-  nothing depends on the data: which layers, directions and counts follow from the manifest and the adapter. They use no
-  mask slot, and at most `PROBE_S`;
+  nothing depends on the data or the adapter: layers and counts follow from the manifest, directions from whether there
+  is training. They use no mask slot, and at most `PROBE_S`;
 - the tenant's own layers, by one batch of the run's typical shape, of at most `MOST_TYPICAL_TOKENS`;
 - the encoding of rows and the decoding of replies;
 - masks and hints, by the speed at which this machine makes a throwaway block and multiplies. Masks are made while the
@@ -920,13 +920,15 @@ class _Probe:
 
         Args:
             session, wire: the session.
-            keys: the groups and directions of the run.
+            keys: the groups and directions of the run. Only the directions count: all forms of the model are asked for
+                in each, by the first group that has it, so that a probe does not show what an adapter is on.
             probe_s: the most seconds.
         """
         self._wire, self._executor = wire, session.executor
         self._first: dict[_Form, _Key] = {}
-        for key in keys:
-            self._first.setdefault(self._form(key), key)
+        for direction in sorted({direction for _, direction, _ in keys}):
+            for group in wire.groups:
+                self._first.setdefault(self._form((group, direction, False)), (group, direction, False))
         widths = [self._widths(form) for form in self._first]
         most = min([PROBE_ROWS, *(most_rows(each, wire.limits) for each in widths)])
         # so few that each round is done soon on a slow line, too

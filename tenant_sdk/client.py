@@ -382,7 +382,8 @@ class TenantClient:
         Nothing of the data is sent. The provider gets random rows for at most ten seconds, which are timed.
 
         Args:
-            data, peft_config: as for `finetune`.
+            data: as for `finetune`.
+            peft_config: as for `finetune`.
             **options: those of `FinetuneOptions`.
 
         Raises:

@@ -224,7 +224,8 @@ def asked(provider: ScriptedProvider) -> set[tuple[Any, ...]]:
 
 
 def test_nothing_of_the_data_is_sent(provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls and counts are the same for other data, also of another size, and rows are uniform random numbers."""
+    """Calls and counts are the same for other data, also of another size, and for another adapter; rows are uniform
+    random numbers."""
     sent: list[tuple[Call, torch.Tensor]] = []
     before_requests(monkeypatch, lambda call, payload: keep(sent, call, payload))
     seen = []
@@ -233,7 +234,10 @@ def test_nothing_of_the_data_is_sent(provider: ScriptedProvider, monkeypatch: py
             provider.forget_calls()
             client.plan(data, lora(), **QUICKER)
             seen.append(asked(provider))
-    assert seen[0] == seen[1] == seen[2]
+        provider.forget_calls()
+        client.plan(ROWS, lora(target_modules=["v_proj"], layers_to_transform=[1]), **QUICKER)
+        seen.append(asked(provider))
+    assert seen[0] == seen[1] == seen[2] == seen[3]
     assert {num_rows for *_, num_rows in seen[0]} == {1, PROBE_ROWS}
     assert {purpose for _, _, purpose, _ in seen[0]} == {"product"}
     large = [rows for _, rows in sent if rows.shape[0] == PROBE_ROWS]

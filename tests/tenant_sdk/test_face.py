@@ -27,7 +27,16 @@ from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 PACKAGES = ("runtime", "wire", "noise", "tenant_sdk", "provider", "attacks")
 NO_ERRORS = {
     *("TenantClient", "Engine", "Speculation", "FinetuneResult", "tune", "check_run", "chunk_loss", "for_remote_base"),
-    *("AdapterStore", "EndpointLimits", "EndpointSettings", "adapted_model", "load_rows", "mean_loss", "tokenize"),
+    *(
+        "AdapterStore",
+        "Bill",
+        "EndpointLimits",
+        "EndpointSettings",
+        "adapted_model",
+        "load_rows",
+        "mean_loss",
+        "tokenize",
+    ),
     *("printable", "FinetuneOptions", "EngineOptions", "RequestOptions", "StoreOptions", "Trust"),
 }
 NAMES = {
