@@ -31,10 +31,10 @@ from noise.options import (
     check_precision,
 )
 from noise.params import LatticeParameters, choose
-from noise.scheme import MaskScheme, WeightOf
+from noise.scheme import GroupSpec, MaskScheme, WeightOf, product_call
 from runtime.memory import free_memory
 from wire.errors import ConfigurationError
-from wire.frame import ITEM_BYTES, Arithmetic
+from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction, Purpose
 from wire.limits import Limits
 from wire.ring.kernels import EFFECT_BYTES
 
@@ -101,6 +101,23 @@ def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> st
     if chosen not in setting.offered:
         raise ConfigurationError(f"this provider does not offer {chosen} arithmetic")
     return chosen
+
+
+def product_calls(
+    scheme: MaskScheme, group: GroupSpec, direction: Direction, precision: str | None = None
+) -> tuple[tuple[Call, int], ...]:
+    """Returns the calls that a scheme's `mask` makes of the rows of one group, each with the index of its provider.
+    They are the same for every row.
+
+    Args:
+        precision: how many bits of a masked number cross, if not what the scheme was made with.
+    """
+    if scheme.arithmetic is Arithmetic.FLOAT or scheme.name not in RING_ONLY:
+        return ((Call(group.id, direction, scheme.arithmetic), 0),)
+    asked = (product_call(group, direction, precision or scheme.precision), 0)
+    if scheme.name != "shares":
+        return (asked,)
+    return asked, (Call(group.id, direction, Arithmetic.RING, Purpose.HINT), 1)
 
 
 def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], setting: Setting) -> MaskScheme:

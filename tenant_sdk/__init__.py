@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from noise.blocks.slots import SlotsExhausted
     from noise.ledger.ledger import SeedExhausted
     from noise.masks.gaussian_pool import NotPrivateWarning
+    from tenant_sdk.bill import Bill
     from tenant_sdk.client import TenantClient
     from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
     from tenant_sdk.model.dora import for_remote_base
@@ -83,6 +84,7 @@ __all__ = [
     "AcceptedChangeWarning",
     "AccessError",
     "AdapterStore",
+    "Bill",
     "ConfigurationError",
     "CutWarning",
     "DatasetError",
@@ -153,6 +155,7 @@ __all__ = [
 _MODULE_OF = {
     "AcceptedChangeWarning": "tenant_sdk.session",
     "AdapterStore": "tenant_sdk.serving.adapters",
+    "Bill": "tenant_sdk.bill",
     "CutWarning": "tenant_sdk.text.rows",
     "EndpointLimits": "tenant_sdk.endpoint.settings",
     "EndpointSettings": "tenant_sdk.endpoint.settings",

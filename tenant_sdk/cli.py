@@ -251,6 +251,39 @@ def _takes_connection(run: Callable[..., None]) -> Callable[..., None]:
 @takes_recipe(_CONNECTION)
 def finetune(recipe: Any) -> None:
     """Train an adapter on a data set."""
+    if recipe.plan is not None and not recipe.plan.is_file():
+        raise ConfigurationError(f"there is no plan {recipe.plan} (--plan): `tenant plan --out` writes one")
+    not_connected = _checked_client(recipe)
+    from tenant_sdk.training.command import finetune_command
+
+    with _until_ctrl_c(), not_connected as client:
+        finetune_command(recipe, client, _show)
+
+
+@app.command(cls=Command)
+@takes_recipe(_CONNECTION, is_run=False)
+def plan(
+    recipe: Any,
+    *,
+    out: Annotated[Path | None, typer.Option(help="File to write the plan to, for `tenant finetune --plan`.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    price_per_gb: Annotated[
+        float, typer.Option(help="Price of 10^9 bytes sent or received.", min=0, show_default=False)
+    ] = 0.0,
+    price_per_hour: Annotated[float, typer.Option(help="Price of an hour.", min=0, show_default=False)] = 0.0,
+) -> None:
+    """Tell what `tenant finetune` would cost, before anything of the data is sent."""
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigurationError(f"there is no folder {out.absolute().parent} for the plan (--out)")
+    not_connected = _checked_client(recipe)
+    from tenant_sdk.training.command import plan_command
+
+    with not_connected as client:
+        plan_command(recipe, client, _show, out=out, as_json=as_json, per_gb=price_per_gb, per_hour=price_per_hour)
+
+
+def _checked_client(recipe: Any) -> TenantClient:
+    """Checks a recipe, and returns a client for it as `_client` does."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
     check_recipe_early(recipe)
     has_own_settings = recipe.peft_config is not None  # PEFT checks them, so it is loaded before a provider is asked
@@ -260,10 +293,7 @@ def finetune(recipe: Any) -> None:
     )
     if not has_own_settings:
         _check_with_torch(recipe)
-    from tenant_sdk.training.command import finetune_command
-
-    with _until_ctrl_c(), not_connected as client:
-        finetune_command(recipe, client, _show)
+    return not_connected
 
 
 def _check_before_asking(recipe: Any, with_torch: bool) -> None:

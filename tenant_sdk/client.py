@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 from transformers import PreTrainedModel
@@ -24,8 +24,9 @@ from tenant_sdk import embedded
 from tenant_sdk.endpoint.settings import OPTION_KINDS, EndpointKeywords, EndpointSettings
 from tenant_sdk.explain import ONLY_IN_USE, bit_range, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
+from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.options import names_keywords, takes_options
-from tenant_sdk.plan import Trust, make_plan
+from tenant_sdk.plan import Trust, is_on_this_host, make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.settings import NOT_OF_MANY, EngineOptions, ManyKeywords, RequestOptions, StoreOptions
@@ -46,7 +47,13 @@ from wire.transport.connection import Traffic
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+    from tenant_sdk.bill import Bill, Planner
     from tenant_sdk.endpoint.server import Endpoint
+    from tenant_sdk.training.finetune import Prepared
+
+_Planned = TypeVar("_Planned")
+_ANY_ADAPTER = Path("adapters/adapter")
+"""The output folder of a run that has not named one."""
 
 
 class TenantClient:
@@ -281,9 +288,13 @@ class TenantClient:
         The model works in stock PEFT, Trainer, TRL and `generate`. Each call builds a new model, so that adapters on
         one model do not affect another.
         """
-        session = self._open()
         with self._lock:
             self._num_others += 1
+        return self.model_over(self._open().executor)
+
+    def model_over(self, executor: RemoteExecutor) -> PreTrainedModel:
+        """Returns a model as `load_model` does, whose calls go to an executor, such as one that sends nothing."""
+        session = self._open()
         with session.executor.in_session():
             folder = self._bundle()
             verified = session.verifier is not None
@@ -291,7 +302,7 @@ class TenantClient:
                 model = load_remote_model(
                     folder,
                     session.manifest,
-                    session.executor,
+                    executor,
                     self._dtype,
                     self._device,
                     verified=verified,
@@ -310,6 +321,8 @@ class TenantClient:
         data: Any,
         peft_config: PeftConfig | None = None,
         output_dir: str | Path = "adapters/adapter",
+        *,
+        plan: Bill | str | Path | None = None,
         **options: Unpack[FinetuneKeywords],
     ) -> FinetuneResult:
         """Trains an adapter over the provider's base model (docs/finetune.md).
@@ -322,6 +335,8 @@ class TenantClient:
                 by default. The object is not changed.
             output_dir: the adapter's folder, such as `adapters/support`; checkpoints are kept in
                 `adapters/.support.checkpoints` until the run ends.
+            plan: what `plan` returned, or a file with it. The run is refused if the provider, the data, the adapter or
+                the options have changed since.
             **options: those of `FinetuneOptions`.
 
         Returns:
@@ -341,7 +356,70 @@ class TenantClient:
         from tenant_sdk.training.finetune import finetune
 
         chosen = finetune_options(options)
-        return finetune(self, data, peft_config, output_dir, chosen)
+        planned = self._load_plan(plan)
+        estimates: list[Bill] = []
+
+        def before_run(prepared: Prepared) -> None:
+            if planned is not None:
+                self._planned(lambda planner: planner.check(planned, prepared))
+            if chosen.progress:
+                estimate = planned or self._planned(lambda planner: planner.briefly(prepared, Path(output_dir)))
+                to_stderr(estimate if isinstance(estimate, str) else estimate.line())
+                estimates.extend([estimate] if not isinstance(estimate, str) else [])
+
+        result = finetune(self, data, peft_config, output_dir, chosen, before_run=before_run)
+        for each in estimates:
+            to_stderr(each.compared(result))
+        return result
+
+    @staticmethod
+    def _load_plan(plan: Bill | str | Path | None) -> Bill | None:
+        if plan is None:
+            return None
+        from tenant_sdk.bill import Bill
+
+        return plan if isinstance(plan, Bill) else Bill.load(plan)
+
+    @takes_options(FinetuneOptions)
+    def plan(self, data: Any, peft_config: PeftConfig | None = None, **options: Unpack[FinetuneKeywords]) -> Bill:
+        """Returns what `finetune` with these arguments will cost: bytes, time and memory, by `print` as a table
+        (docs/finetune.md, "What a run costs, before it runs").
+
+        Nothing of the data is sent. The provider gets random rows for at most ten seconds, which are timed.
+
+        Args:
+            data: as for `finetune`.
+            peft_config: as for `finetune`.
+            **options: those of `FinetuneOptions`.
+
+        Raises:
+            VeilbaseError: as for `finetune`.
+        """
+        from tenant_sdk.training.finetune import prepare
+
+        prepared = prepare(self, data, peft_config, finetune_options(options))
+        return self._planned(lambda planner: planner.run(prepared, _ANY_ADAPTER))
+
+    @names_keywords
+    def plan_tokens(
+        self, prompt_tokens: int, new_tokens: int, requests: int = 1, *, probe_s: float = 10.0
+    ) -> Bill:  # fmt: skip
+        """Returns what answers of the base model will cost, made one after the other: bytes, round trips and time.
+
+        Args:
+            prompt_tokens: the tokens of each prompt.
+            new_tokens: the tokens of each answer.
+            requests: the number of answers.
+            probe_s: the most seconds for which the provider gets random rows, which are timed.
+        """
+        return self._planned(lambda planner: planner.tokens(prompt_tokens, new_tokens, requests, probe_s=probe_s))
+
+    def _planned(self, plan: Callable[[Planner], _Planned]) -> _Planned:
+        from tenant_sdk.bill import Planner
+
+        session, folder = self._open(), self._bundle()
+        with session.executor.in_session():
+            return plan(Planner(self, session, folder, is_on_this_host(self._plan.urls)))
 
     def generate(
         self,

@@ -303,6 +303,11 @@ def mask_device_of(device: torch.device, urls: Sequence[str], trust_same_gpu: bo
     return device if is_apart or trust_same_gpu else None
 
 
+def is_on_this_host(urls: Sequence[str]) -> bool:
+    """Returns whether one of these providers is on this machine, by its URL, and shares its cores."""
+    return any(each.startswith((INPROC, ipc.SCHEME)) or _is_this_host(each) for each in urls)
+
+
 def _is_this_host(url: str) -> bool:
     """Returns whether a URL's host is this machine by its name or address. A name that only resolves to this machine is
     not recognised."""

@@ -272,6 +272,11 @@ class MaskPool:
         return request_cols * ITEM_BYTES + reply_cols * self._effect_bytes
 
     @property
+    def budget_bytes(self) -> int:
+        """Returns the most bytes that may be ready ahead of use."""
+        return self._budget_bytes
+
+    @property
     def held_bytes(self) -> int:
         """Returns the bytes of masks and effects that are in memory now."""
         return self._held_bytes

@@ -225,8 +225,7 @@ class HintStore:
             VeilbaseError: `fetch` or its reply raised it; the next `get` continues from the rows that were stored.
         """
         layout = Layout(*shape, self.dropped_bits)
-        most_rows = max(1, self._range_bytes // (layout.features * ITEM_BYTES))
-        source = _Source(fetch, verify, min(most_rows, rows_per_fetch or most_rows), self._in_flight)
+        source = _Source(fetch, verify, self.rows_at_once(layout.features, rows_per_fetch), self._in_flight)
         slot = (key, layout)
         with self._lock:
             turn = self._fetching.setdefault(slot, threading.Lock())
@@ -240,6 +239,11 @@ class HintStore:
                         self._clear(key.seed)  # `forget` skipped the files that this thread had locked.
                 self._keep(slot, hint)
         return hint
+
+    def rows_at_once(self, features: int, rows_per_fetch: int | None) -> int:
+        """Returns how many rows of a hint with so many features are asked for together; see `get`."""
+        most_rows = max(1, self._range_bytes // (features * ITEM_BYTES))
+        return min(most_rows, rows_per_fetch or most_rows)
 
     def _load(self, slot: tuple[HintKey, Layout], source: _Source) -> Hint:
         key, layout = slot

@@ -74,7 +74,7 @@ class GaussianPool:
         if pool_size < 1 or renew_every < 1 or not sigma > 0:
             raise ConfigurationError("gaussian-pool needs pool_size >= 1, renew_every >= 1 and sigma > 0")
         warnings.warn(f"{READABLE}: {HIDES_NOTHING}", NotPrivateWarning, stacklevel=3)
-        self._pool_size, self._sigma, self._renew_every = pool_size, sigma, renew_every
+        self.pool_size, self._sigma, self.renew_every = pool_size, sigma, renew_every
         self._pools: dict[tuple[int, Direction], _Pool] = {}
         self._lock = threading.Lock()
         self._effect_path: EffectPath | None = None
@@ -101,9 +101,9 @@ class GaussianPool:
         key = (group.id, direction)
         with self._lock:
             pool = self._pools.get(key)
-            if pool is None or pool.uses >= self._renew_every:
+            if pool is None or pool.uses >= self.renew_every:
                 pool = self._pools[key] = self._draw(group, direction, device)
-            pool.last = other_index(self._pool_size, pool.last)
+            pool.last = other_index(self.pool_size, pool.last)
             pool.uses += 1
             # The model may have moved to another device since the pool was drawn.
             return pool.noise[pool.last].to(device), pool.effect[pool.last].to(device)
@@ -112,14 +112,14 @@ class GaussianPool:
         if self._effect_path is None:
             raise ConfigurationError("the mask was used before its client had a connection")
         request_cols, reply_cols = group.widths(direction)
-        noise = gaussian(self._pool_size, request_cols)
+        noise = gaussian(self.pool_size, request_cols)
         call = Call(group.id, direction, Arithmetic.FLOAT, Purpose.EFFECT)
         effect = self._effect_path(call, RowsPayload(noise), reply_cols).result()
         return _Pool(noise.to(device), effect.to(device))
 
     def describe(self) -> Mapping[str, str]:
         return {
-            "scheme": f"gaussian-pool (K={self._pool_size}, sigma={self._sigma}, renewed every {self._renew_every})",
+            "scheme": f"gaussian-pool (K={self.pool_size}, sigma={self._sigma}, renewed every {self.renew_every})",
             "assumption": "none holds: the provider has seen every noise vector",
         }
 

@@ -491,9 +491,19 @@ class Lattice:
         """Raises ConfigurationError if the hints of these groups and directions that are missing do not fit on the disk
         beside what is there."""
         missing = [pair for pair in pairs if not self.has_hints([pair])]
-        self._hints.check_room(
-            self._hints.total_bytes((self.parameters.dimension, each.widths(way)[1]) for each, way in missing)
-        )
+        self._hints.check_room(self.hint_disk_bytes(missing))
+
+    def fetches(self, pair: tuple[GroupSpec, Direction]) -> list[int]:
+        """Returns the rows of each request by which a hint is fetched; none if hints are computed here."""
+        if self.computes_hints:
+            return []
+        rows = self._hints.rows_at_once(pair[0].widths(pair[1])[1], local.most_rows(pair, self._limits))
+        whole, rest = divmod(self.parameters.dimension, rows)
+        return [rows] * whole + [rest] * (rest > 0)
+
+    def hint_disk_bytes(self, pairs: Sequence[tuple[GroupSpec, Direction]]) -> int:
+        """Returns the bytes that the hints of these groups and directions take on disk."""
+        return self._hints.total_bytes((self.parameters.dimension, each.widths(way)[1]) for each, way in pairs)
 
     def prefetch(self, group: GroupSpec, direction: Direction) -> None:
         """Fetches or computes the hint of a group and direction before it is needed."""

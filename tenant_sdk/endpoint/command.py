@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.logs import StderrHandler
 from tenant_sdk.endpoint.settings import EndpointSettings, bound, check_may_listen, new_key, read_key
-from wire.errors import ConfigurationError, VerificationFailed, printable
+from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed, printable
 
 if TYPE_CHECKING:
     from tenant_sdk.endpoint.server import ServedSession
 
+_TOLD_TOKENS, _PROBE_S = 1000, 1.0
+"""The tokens of an answer whose cost is told when a server starts, and the most seconds of the probe for that."""
 FORGED_EXIT = 3
 """The exit code after a reply of the provider failed its check. A supervisor must then not restart the server."""
 
@@ -57,7 +59,7 @@ def serve_command(
     **options: Any,
 ) -> None:
     """Serves until SIGTERM or SIGINT (Ctrl-C), and closes the endpoint before it returns. Prints the privacy in force,
-    the URL, and the key if a new one was made.
+    what 1,000 tokens cost, the URL, and the key if a new one was made.
 
     Raises:
         SystemExit: a reply failed its check; the code is `FORGED_EXIT`.
@@ -80,11 +82,25 @@ def serve_command(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     try:
+        _say_what_tokens_cost(client)
         endpoint.run()
     except VerificationFailed as exc:
         said = printable(str(exc), one_line=True)
         print(f"tenant: {said}; this server has ended and does not start again by itself", file=sys.stderr)
         raise SystemExit(FORGED_EXIT) from None
+
+
+def _say_what_tokens_cost(client: ServedSession) -> None:
+    """Says on stderr what answers of 1,000 tokens send, receive and take. Raises VerificationFailed if a reply of
+    the probe was forged; of any other failure it says so, and the server starts."""
+    try:
+        length = min(_TOLD_TOKENS, client.context_length - 1)
+        line = client.plan_tokens(1, length, -(-_TOLD_TOKENS // length), probe_s=_PROBE_S).line()
+    except VerificationFailed:
+        raise
+    except VeilbaseError as exc:
+        line = f"no estimate, since the provider could not be timed: {printable(str(exc), one_line=True)}"
+    print(f"tenant: {_TOLD_TOKENS:,} tokens of answers: {line}", file=sys.stderr, flush=True)
 
 
 def log_requests() -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -55,6 +55,10 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError
+
+if TYPE_CHECKING:
+    from tenant_sdk.bill import Bill
+
 
 _FULL_RETRY_S = 1.0
 MOST_ENDING = 32
@@ -231,6 +235,9 @@ class ServedSession(TrainingSession, Protocol):
     @property
     def is_verified(self) -> bool:
         """Returns whether every reply is checked against a trusted checkpoint."""
+
+    def plan_tokens(self, prompt_tokens: int, new_tokens: int, requests: int = 1, *, probe_s: float = 10.0) -> Bill:
+        """Returns what answers will cost; see `TenantClient.plan_tokens`."""
 
 
 class Endpoint:

@@ -165,7 +165,7 @@ def _attended(given: Mapping[str, Any]) -> Attended | None:
     batch, length = tokens.shape[:2]
     cached: Any = given.get("past_key_values")
     seen = int(cached.get_seq_length()) if hasattr(cached, "get_seq_length") else 0
-    if mask.shape != (batch, seen + length) or length == 1:
+    if mask.shape != (batch, seen + length):
         return None
     is_attended = mask[:, seen:] != 0
     if bool(is_attended.all()):

@@ -14,6 +14,7 @@ holds secrets.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,18 +25,31 @@ import torch
 
 from noise import staging
 from noise.masks.off import Off
+from noise.registry import product_calls
 from noise.scheme import GroupSpec, Masked, MaskScheme
 from noise.verify import FAILED, Verifier
 from tenant_sdk.model.run_state import NO_MODEL, PROVIDER, RunState, RunStates
 from wire.errors import InvalidTensor, NotFinite, VerificationFailed
-from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction
+from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction, Purpose
 from wire.limits import Limits
-from wire.payload import Payload
-from wire.ring.seeded_rows import SeededRows
+from wire.payload import Payload, RowsPayload, SeedPayload
+from wire.ring.seeded_rows import SEED_BYTES, SeededRows
+from wire.ring.widths import rounded
 from wire.transport.connection import Connection, Pending
 
 _Asked = tuple[Masked, list[Pending]]
 """The type of a call whose messages have been sent: its masked rows, and its pending replies."""
+
+
+def most_rows(widths: tuple[int, int], limits: Limits) -> int:
+    """Returns the most rows of one request, at least 1; more rows are sent in several requests.
+
+    Args:
+        widths: the columns of a request and of its reply.
+        limits: the provider's limits.
+    """
+    both, widest = sum(widths) * ITEM_BYTES, max(widths) * ITEM_BYTES
+    return max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
 
 
 class RemoteExecutor:
@@ -162,6 +176,30 @@ class RemoteExecutor:
             unmasked = Off(self.scheme.arithmetic)
             return self._unmasked(self._ask(unmasked, group, direction, rows, NO_MODEL.current), rows)
 
+    def exchange(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
+        """Sends rows that are fresh random numbers of the operating system, in the form of this mask's rows, and waits
+        for the reply, which is checked as any other and dropped. No slot of a mask is used.
+
+        Args:
+            group, direction: as for `run`.
+            num_rows: the number of rows, at most `most_rows`. It must not depend on any contents.
+        """
+        request_cols, reply_cols = group.widths(direction)
+        with self.in_session():
+            waiting = []
+            for call, provider in product_calls(self.scheme, group, direction):
+                if call.purpose is Purpose.HINT:
+                    seeded = SeededRows(os.urandom(SEED_BYTES), 0, num_rows)
+                    payload: Payload = SeedPayload(seeded, request_cols)
+                else:
+                    drawn = bytearray(os.urandom(num_rows * request_cols * ITEM_BYTES))
+                    rows = torch.frombuffer(drawn, dtype=torch.int32).view(num_rows, request_cols)
+                    is_ring = call.arithmetic is Arithmetic.RING
+                    payload = RowsPayload(rounded(rows, call.bits) if is_ring else rows / 2.0**31, is_masked=is_ring)
+                waiting.append(self._send(call, payload, provider, reply_cols))
+            for pending in waiting:
+                pending.result()
+
     def _ask(
         self, scheme: MaskScheme, group: GroupSpec, direction: Direction, rows: torch.Tensor, state: RunState
     ) -> list[_Asked]:
@@ -170,10 +208,8 @@ class RemoteExecutor:
         Raises:
             NotFinite: the rows are not all finite, and the run may stop; no mask slot (one row of a mask) was used.
         """
-        request_cols, reply_cols = group.widths(direction)
-        limits, both = self._limits, (request_cols + reply_cols) * ITEM_BYTES
-        widest = max(request_cols, reply_cols) * ITEM_BYTES
-        most = max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
+        _, reply_cols = group.widths(direction)
+        most = most_rows(group.widths(direction), self._limits)
         asked: list[_Asked] = []
         for part in [rows] if rows.shape[0] <= most else rows.split(most):
             masked = None

@@ -100,7 +100,7 @@ class ReplyStore:
             memory_bytes: the most bytes of replies in memory; with 0 all go to the file.
             folder: the folder on whose disk the file is made.
         """
-        self._memory_bytes, self._folder = memory_bytes, folder
+        self.memory_bytes, self._folder = memory_bytes, folder
         self._in_memory = self._on_disk = 0  # bytes of the replies that are kept now; on disk, their number
         self._end = self._reserved = 0  # the file's next free byte, and its size
         self._extra_bytes = 0  # how many bytes `keep_extra` may still take
@@ -122,7 +122,7 @@ class ReplyStore:
         """
         with self._lock:
             self._extra_bytes = extra_bytes
-            beyond = num_bytes + extra_bytes - (self._memory_bytes - self._in_memory)
+            beyond = num_bytes + extra_bytes - (self.memory_bytes - self._in_memory)
             if beyond > 0:
                 self._grow(self._end + beyond)
 
@@ -137,7 +137,7 @@ class ReplyStore:
         """
         num_bytes = reply.numel() * reply.element_size()
         with self._lock:
-            if self._in_memory + num_bytes <= self._memory_bytes:
+            if self._in_memory + num_bytes <= self.memory_bytes:
                 self._in_memory += num_bytes
                 return _InMemory(self, reply.clone(), num_bytes)
             return self._write(reply, num_bytes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftType
 
@@ -16,6 +18,9 @@ from tenant_sdk.training.settings import FinetuneResult
 from tenant_sdk.training.token_rows import parse_data
 from tenant_sdk.training.trainers import check_report_to
 from wire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tenant_sdk.bill import Bill
 
 
 class Finetunes(Protocol):
@@ -48,8 +53,45 @@ def finetune_command(recipe: Recipe, client: Finetunes, echo: Callable[[str], ob
         client: a connected client.
         echo: prints a text.
     """
-    result = client.finetune(recipe.data, peft_config_of(recipe), str(recipe.output_dir), **recipe.given())
+    result = client.finetune(
+        recipe.data, peft_config_of(recipe), str(recipe.output_dir), plan=recipe.plan, **recipe.given()
+    )
     echo(_summary(result))
+
+
+class Plans(Protocol):
+    """Is what the command `tenant plan` needs of a `TenantClient`."""
+
+    @property
+    def plan(self) -> Callable[..., Bill]:
+        """Plans a run; see `TenantClient.plan`."""
+
+
+def plan_command(
+    recipe: Recipe, client: Plans, echo: Callable[[str], object], *, out: Path | None, as_json: bool, per_gb: float,
+    per_hour: float,
+) -> None:  # fmt: skip
+    """Prints what a recipe's run will cost, and writes it into a file if one is named.
+
+    Args:
+        recipe: the recipe, with a data set.
+        client: a connected client.
+        echo: prints a text.
+        out: the file, or None.
+        as_json: whether JSON is printed in place of a table.
+        per_gb, per_hour: prices; 0 for none.
+    """
+    bill = client.plan(recipe.data, peft_config_of(recipe), **recipe.given())
+    if out is not None:
+        bill.save(out)
+    price = bill.price(per_gb, per_hour)
+    if as_json:
+        echo(json.dumps({**json.loads(bill.to_json()), "price": price}, indent=1))
+        return
+    echo(str(bill))
+    if per_gb or per_hour:
+        parts = f"{bill.num_bytes / 1e9:.3g} GB at {per_gb:g}, {(bill.seconds or 0) / 3600:.3g} h at {per_hour:g}"
+        echo(f"price    {price:.4g} ({parts})")
 
 
 def _summary(result: FinetuneResult) -> str:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -173,30 +173,30 @@ def default_peft_config() -> LoraConfig:
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-@own_accelerate_state()
-def finetune(
-    session: TrainingSession,
-    data: Any,
-    peft_config: PeftConfig | None,
-    output_dir: str | Path,
-    options: FinetuneOptions,
-    *,
-    on_step: Callable[[int, float], None] | None = None,
-    while_waiting: Callable[[], None] = lambda: None,
-) -> FinetuneResult:
-    """Trains an adapter over the provider's base model; `TenantClient.finetune` describes arguments and errors.
+@dataclass(frozen=True)
+class Prepared:
+    """Holds what a run is about, after everything was checked that needs no model; nothing of the data was sent.
 
-    Args:
-        session: the tenant's session, which this function connects if the session is not connected yet.
-        data, peft_config, output_dir: the arguments of `TenantClient.finetune`.
-        options: how the run goes; some of them identify it, together with its data and its adapter.
-        on_step: called with the number and the loss of each optimizer step; after a wait for the provider, also with
-            steps that are made again.
-        while_waiting: called several times a second during a wait for the provider; it may raise an error to end the
-            run.
+    Attributes:
+        peft_config: the adapter's settings, a copy of the user's.
+        options: how the run goes.
+        rows: the token rows.
+        mode: the result of `resolve`; see `choose`.
+        run_id: the fingerprint of data, adapter, options and weights.
+    """
 
-    Returns:
-        The adapter's folder, and the losses, tokens, bytes and seconds of the run.
+    peft_config: PeftConfig = field(repr=False)
+    options: FinetuneOptions
+    rows: RunData
+    mode: str | None
+    run_id: str
+
+
+def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None, options: FinetuneOptions) -> Prepared:
+    """Checks the arguments of `finetune` but for its output folder, connects, and turns the data into tokens.
+
+    Raises:
+        VeilbaseError: as `TenantClient.finetune` says.
     """
     check_alone()
     options.check()
@@ -209,10 +209,6 @@ def finetune(
         if options.memory_budget_mb is not None:
             raise ConfigurationError("memory_budget_mb with window_tokens needs checkpointing='replies'")
         mode = None
-    output_dir = Path(output_dir)
-    check_output(output_dir, options.overwrite)
-    if options.report_to is not None:
-        check_writable(Path(options.log_dir or logs_folder(output_dir)))
     # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     check_trainable(peft_config)
@@ -227,14 +223,50 @@ def finetune(
     with told_if_slow("turning the data into tokens", to_stderr if options.progress else None):
         rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, options.truncation)
     digests = [group.digest for group in manifest.groups]
-    checkpoints = Checkpoints(checkpoints_folder(output_dir))
     data_id = sources(parsed, session.text, longest, session.bucket, options.truncation)
     run_id = fingerprint(data_id, peft_config.to_dict(), options.identity(), digests)
-    start = checkpoints.open(run_id, options.resume)
-    run = _Run(
-        session, peft_config, options, rows, checkpoints, output_dir, mode=mode,
-        log_dir=Path(options.log_dir or logs_folder(output_dir)), on_step=on_step, start=start,
-    )  # fmt: skip
+    return Prepared(peft_config, options, rows, mode, run_id)
+
+
+@own_accelerate_state()
+def finetune(
+    session: TrainingSession,
+    data: Any,
+    peft_config: PeftConfig | None,
+    output_dir: str | Path,
+    options: FinetuneOptions,
+    *,
+    on_step: Callable[[int, float], None] | None = None,
+    while_waiting: Callable[[], None] = lambda: None,
+    before_run: Callable[[Prepared], None] = lambda prepared: None,
+) -> FinetuneResult:
+    """Trains an adapter over the provider's base model; `TenantClient.finetune` describes arguments and errors.
+
+    Args:
+        session: the tenant's session, which this function connects if the session is not connected yet.
+        data, peft_config, output_dir: the arguments of `TenantClient.finetune`.
+        options: how the run goes; some of them identify it, together with its data and its adapter.
+        on_step: called with the number and the loss of each optimizer step; after a wait for the provider, also with
+            steps that are made again.
+        while_waiting: called several times a second during a wait for the provider; it may raise an error to end the
+            run.
+        before_run: called when all is checked, before anything of the data is sent; an error that it raises ends the
+            call.
+
+    Returns:
+        The adapter's folder, and the losses, tokens, bytes and seconds of the run.
+    """
+    output_dir = Path(output_dir)
+    options.check()
+    check_output(output_dir, options.overwrite)
+    if options.report_to is not None:
+        check_report_to(options.report_to)
+        check_writable(Path(options.log_dir or logs_folder(output_dir)))
+    prepared = prepare(session, data, peft_config, options)
+    before_run(prepared)
+    checkpoints = Checkpoints(checkpoints_folder(output_dir))
+    start = checkpoints.open(prepared.run_id, options.resume)
+    run = Run(session, prepared, checkpoints, output_dir, on_step=on_step, start=start)
     before, began = session.traffic, time.monotonic()
     state = with_waits(run.attempt, session, options.provider_wait_s, lambda: run.num_steps, while_waiting)
     took_s, after = time.monotonic() - began, session.traffic
@@ -255,21 +287,17 @@ def finetune(
 
 
 @dataclass(eq=False)
-class _Run:
+class Run:
     """Holds what all attempts of one call of `finetune` have in common: the first one, and one after each wait for the
     provider."""
 
     session: TrainingSession
-    peft_config: PeftConfig
-    options: FinetuneOptions
-    rows: RunData
+    prepared: Prepared
     checkpoints: Checkpoints
     output_dir: Path
     _: KW_ONLY
-    mode: str | None
-    log_dir: Path
-    on_step: Callable[[int, float], None] | None
-    start: Path | None
+    on_step: Callable[[int, float], None] | None = None
+    start: Path | None = None
     """The checkpoint that the first attempt begins with; None for the beginning of the run."""
     num_attempts: int = 0
     num_tokens: int = 0
@@ -289,19 +317,11 @@ class _Run:
         self.num_attempts += 1
         self.num_steps = step_of(start)
         set_seed(self.options.seed)
-        model = _adapted(self.session, self.peft_config, self.options.seed)
-        run_state = run_states(model).current
-        run_state.outcome.sends_zeros |= is_spoilt
-        num_virtual = virtual_tokens(self.peft_config)
-        kept, windows = self._save_memory(model, num_virtual)
-        with closing(kept), saving_errors(), reading_errors(start):
-            trainer = _make_trainer(model, self.rows, self.options, self.checkpoints, self.session, run_state)
+        with self.made_trainer() as (trainer, _), saving_errors(), reading_errors(start):
+            run_state = run_states(trainer.model).current
+            run_state.outcome.sends_zeros |= is_spoilt
             if self.on_step is not None:
                 trainer.add_callback(StepLosses(self.on_step))
-            if isinstance(trainer, CompletionTrainer):
-                trainer.windows = windows
-                _prepare_loss(trainer, self.session.bucket, num_virtual)
-            trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
             try:
                 if start is None or not self._restore_finished(trainer, start):
                     before = self.session.traffic.bytes_down
@@ -311,15 +331,46 @@ class _Run:
             finally:
                 self.num_tokens += trainer.num_tokens
                 self.num_steps = trainer.state.global_step
-            _check_finite(model, run_state, self.checkpoints)
-            save_adapter(model, self.output_dir)
+            _check_finite(trainer.model, run_state, self.checkpoints)
+            save_adapter(trainer.model, self.output_dir)
         return trainer.state
+
+    @contextmanager
+    def made_trainer(self) -> Iterator[tuple[Any, Checkpointing]]:
+        """Makes the model with its adapter and the trainer of an attempt, and the way in which it saves memory."""
+        model = _adapted(self.session, self.peft_config, self.options.seed)
+        num_virtual = virtual_tokens(self.peft_config)
+        kept, windows = self._save_memory(model, num_virtual)
+        with closing(kept):
+            trainer = _make_trainer(
+                model, self.rows, self.options, self.checkpoints, self.session, run_states(model).current
+            )
+            if isinstance(trainer, CompletionTrainer):
+                trainer.windows = windows
+                _prepare_loss(trainer, self.session.bucket, num_virtual)
+            trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
+            yield trainer, kept
+
+    @property
+    def options(self) -> FinetuneOptions:
+        """Returns how the run goes."""
+        return self.prepared.options
+
+    @property
+    def peft_config(self) -> PeftConfig:
+        """Returns the adapter's settings."""
+        return self.prepared.peft_config
+
+    @property
+    def rows(self) -> RunData:
+        """Returns the token rows."""
+        return self.prepared.rows
 
     def _save_memory(self, model: Any, num_virtual: int) -> tuple[Checkpointing, Windows | None]:
         """Prepares a model for activation checkpointing and windows, as far as the run has them, and returns both."""
         kept = choose(
-            self.mode, model.get_base_model(), self.rows.longest_batch(self.options.batch_size, num_virtual),
-            has_dropout(model), self.options.memory_budget_mb, self.checkpoints.folder,
+            self.prepared.mode, model.get_base_model(), self.rows.longest_batch(self.options.batch_size, num_virtual),
+            has_dropout(model), self.options.memory_budget_mb, checkpoints_folder(self.output_dir),
         )  # fmt: skip
         windows = prepare_windows(model, self.options.window_tokens, kept)
         if kept.mode is None and windows is None:  # otherwise the graph of one block or window is there at a time
@@ -342,9 +393,13 @@ class _Run:
             trainer._load_from_checkpoint(str(start))
         return True
 
+    @property
+    def _log_dir(self) -> Path:
+        return Path(self.options.log_dir or logs_folder(self.output_dir))
+
     def _train(self, trainer: Any, start: Path | None) -> None:
         shown = _progress_bar(trainer) if self.options.progress else nullcontext()
-        with quiet_transformers(), reports(trainer, self.options.report_to, self.log_dir), shown:
+        with quiet_transformers(), reports(trainer, self.options.report_to, self._log_dir), shown:
             if self.options.dpo_precompute_reference and self.rows.are_preferences:
                 trainer.precompute_reference()
             _train(trainer, start)

@@ -102,21 +102,25 @@ class _ScoredForward:
             with HeadInput(head) as seen:
                 outputs = self._stock(*args, **options)
             hidden = seen.hidden
-        wanted = targets[:, places].flatten()
+        wanted, padded = targets[:, places].flatten(), is_padding(options.get("attention_mask"), targets)[:, places]
         if hidden is None:
             scores = _of_logits(outputs.logits.flatten(0, 1), wanted)
         else:
-            scores = self._in_chunks(head, hidden.flatten(0, 1), wanted.to(hidden.device))
+            scores = self._in_chunks(head, hidden.flatten(0, 1), *(each.to(hidden.device) for each in (wanted, padded)))
         log_probs, entropy, mean, is_top1 = (_spread(each, places, targets) for each in scores)
         return Scores(log_probs, entropy, mean, is_top1, targets[:, :-1] != IGNORE_INDEX)
 
-    def _in_chunks(self, head: Any, rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _in_chunks(
+        self, head: Any, rows: torch.Tensor, targets: torch.Tensor, padded: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         is_remote = any(isinstance(part, RemoteLinear | RemoteConv1D) for part in head.modules())
         chunk_bytes = REMOTE_CHUNK_BYTES if is_remote else LOCAL_CHUNK_BYTES
         size = max(1, chunk_bytes // (4 * int(self._base.config.get_text_config().vocab_size)))
-        labelled = torch.ones_like(targets, dtype=torch.bool)
-        if not is_remote and not self._every_position:
-            labelled = targets != IGNORE_INDEX
+        labelled = targets != IGNORE_INDEX
+        if self._every_position:
+            labelled = torch.ones_like(labelled)
+        elif is_remote:
+            labelled |= ~padded.flatten()
         found = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
             rows[labelled], functools.partial(self._logits, head), targets[labelled], size
         )

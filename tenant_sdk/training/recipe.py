@@ -96,6 +96,7 @@ class Recipe(BaseModel):
     data: _UserPath | None = None
     output_dir: _UserPath | None = _field("folder for the adapter", flag="--output")
     peft_config: Annotated[dict[str, Any] | None, BeforeValidator(_settings)] = None
+    plan: _UserPath | None = _field("file of `tenant plan --out`; another run is refused", shown="none")
     rank: int | None = _field("LoRA's rank; alpha is twice as much", group="Training", shown="16")
 
     def options(self) -> FinetuneOptions:
@@ -153,13 +154,14 @@ def _plain(annotation: Any) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
-def load_recipe(kind: Any, flags: Mapping[str, Any], config: Path | None) -> Any:
+def load_recipe(kind: Any, flags: Mapping[str, Any], config: Path | None, writes: bool = True) -> Any:
     """Returns the recipe of a run.
 
     Args:
         kind: the class that `with_connection` returned.
         flags: the values from the command line by the option's name; None where a flag was not given.
         config: the recipe's file, or None.
+        writes: whether there has to be an output folder.
 
     Raises:
         ConfigurationError: the file cannot be read, a key is no option, a value is not possible, or there is no data
@@ -183,8 +185,9 @@ def load_recipe(kind: Any, flags: Mapping[str, Any], config: Path | None) -> Any
         first = exc.errors(include_url=False, include_input=False)[0]
         raise ConfigurationError(f"{where}{first['loc'][0]}: {plain_message(first['msg'])}") from None
     if recipe.data is None:
-        raise ConfigurationError("name a data set: tenant finetune DATA, or data: in the recipe of --config")
-    if recipe.output_dir is None:
+        command = "finetune" if writes else "plan"
+        raise ConfigurationError(f"name a data set: tenant {command} DATA, or data: in the recipe of --config")
+    if recipe.output_dir is None and writes:
         raise ConfigurationError("name a folder for the adapter: --output, or output_dir: in the recipe of --config")
     return recipe
 
@@ -327,29 +330,38 @@ def is_pipe(data: Path) -> bool:
     return data.is_fifo() or data.is_char_device()
 
 
-def takes_recipe(connection: Mapping[str, Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """Returns a decorator that turns a function into the typer command `finetune`.
+def takes_recipe(
+    connection: Mapping[str, Any], is_run: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator that turns a function into a typer command with the options of a recipe, as `finetune` is.
 
     Args:
         connection: types of the connection's options by name, annotated with typer's options.
+        is_run: whether the command trains, and so needs an output folder and may have a plan.
 
     Returns:
-        A decorator for a function that takes the recipe.
+        A decorator for a function that takes the recipe, and, as keyword arguments, options of its own.
     """
     kind = with_connection(connection)
 
-    def decorate(run: Callable[[Any], None]) -> Callable[..., None]:
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
+
         def command(**given: Any) -> None:
-            config = given.pop("config")
-            run(load_recipe(kind, given, config))
+            config, more = given.pop("config"), {each.name: given.pop(each.name) for each in own}
+            run(load_recipe(kind, given, config, is_run), **more)
 
         data = typer.Argument(
             help="JSON, JSONL, CSV, TSV or parquet, or a folder of datasets' save_to_disk (docs/finetune.md)."
         )
         config = typer.Option(help="YAML file with any of these options; flags given beside it win.")
         parameters = [_parameter("data", Path, data), _parameter("config", Path, config)]
-        parameters += [_flag(name, field) for name, field in RunRecipe.model_fields.items() if field.json_schema_extra]
-        parameters[3:3] = [_parameter(name, *get_args(kind)) for name, kind in connection.items()]
+        left_out = () if is_run else ("plan", "output_dir")
+        fields = {name: field for name, field in RunRecipe.model_fields.items() if name not in left_out}
+        parameters += [_flag(name, field) for name, field in fields.items() if field.json_schema_extra]
+        num_first = 2 + is_run
+        parameters[num_first:num_first] = [_parameter(name, *get_args(kind)) for name, kind in connection.items()]
+        parameters[2:2] = own
         command.__name__, command.__doc__ = run.__name__, run.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command

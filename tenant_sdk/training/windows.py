@@ -459,6 +459,7 @@ class Windows:
     """Computes a batch's loss and gradients window by window, with a model that has an adapter.
 
     Attributes:
+        window_tokens: the most tokens of a window, over all rows of the batch.
         contexts: a function that is called for each window that goes through the model twice, and returns the contexts
             of its first and of its second pass, as `context_fn` does for torch's activation checkpointing.
     """
@@ -475,7 +476,7 @@ class Windows:
         Raises:
             ConfigurationError: the model or the adapter cannot be trained in windows; the text says why.
         """
-        self._model, self._window_tokens = model, window_tokens
+        self._model, self.window_tokens = model, window_tokens
         self._causal = model.get_base_model() if hasattr(model, "get_base_model") else model
         check_adapter(model)
         # PEFT's forward method would add a soft prompt to every window
@@ -520,7 +521,7 @@ class Windows:
         num_labels = (targets != IGNORE_INDEX).sum() if count is None else count
         scale = share / max(int(num_labels), 1)  # a batch may have no label: see tenant_sdk/text/rows.py
         batch, num_tokens = targets.shape
-        length = max(self._window_tokens // batch, 1)
+        length = max(self.window_tokens // batch, 1)
         windows = [(start, min(start + length, num_tokens)) for start in range(0, num_tokens, length)]
         seeds = [int(seed) for seed in torch.randint(1 << 62, (len(windows),))]
         cache = WindowCache(self._sliding_windows, num_tokens, prompted.prefix)
@@ -665,7 +666,7 @@ class Windows:
     def _rows_at_once(self) -> int:
         """Returns for how many rows logits are computed together; a remote head gets whole windows."""
         vocabulary = int(self._causal.config.get_text_config(decoder=True).vocab_size)
-        return self._window_tokens if self._head_is_remote else max(_LOGITS_AT_ONCE // vocabulary, 1)
+        return self.window_tokens if self._head_is_remote else max(_LOGITS_AT_ONCE // vocabulary, 1)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the logits of some hidden states. The model's own code computes them: it runs, but with the given

@@ -27,7 +27,16 @@ from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 PACKAGES = ("runtime", "wire", "noise", "tenant_sdk", "provider", "attacks")
 NO_ERRORS = {
     *("TenantClient", "Engine", "Speculation", "FinetuneResult", "tune", "check_run", "chunk_loss", "for_remote_base"),
-    *("AdapterStore", "EndpointLimits", "EndpointSettings", "adapted_model", "load_rows", "mean_loss", "tokenize"),
+    *(
+        "AdapterStore",
+        "Bill",
+        "EndpointLimits",
+        "EndpointSettings",
+        "adapted_model",
+        "load_rows",
+        "mean_loss",
+        "tokenize",
+    ),
     *("printable", "FinetuneOptions", "EngineOptions", "RequestOptions", "StoreOptions", "Trust"),
 }
 NAMES = {
@@ -195,7 +204,8 @@ def test_a_client_is_quiet_where_it_does_not_matter(url: str, untuned: None, mon
     "method",
     [
         tenant_sdk.TenantClient.finetune, tenant_sdk.TenantClient.generate, tenant_sdk.TenantClient.generate_many,
-        tenant_sdk.TenantClient.serve, tenant_sdk.Engine.submit,
+        tenant_sdk.TenantClient.serve, tenant_sdk.Engine.submit, tenant_sdk.TenantClient.plan,
+        tenant_sdk.TenantClient.plan_tokens,
     ],
 )  # fmt: skip
 def test_options_are_named_typed_and_described(method: Any) -> None:
@@ -215,7 +225,7 @@ def test_options_of_finetune_are_those_of_the_dataclass() -> None:
         name: one.__forward_arg__ for name, one in FinetuneKeywords.__annotations__.items()
     }
     shown = inspect.signature(tenant_sdk.TenantClient.finetune).parameters
-    assert list(shown) == ["self", "data", "peft_config", "output_dir", *options]
+    assert list(shown) == ["self", "data", "peft_config", "output_dir", "plan", *options]
     assert all(shown[name].default == one.default for name, one in options.items())
     assert RunRecipe().options() == FinetuneOptions()
     FinetuneOptions().check()

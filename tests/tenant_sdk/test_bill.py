@@ -1,0 +1,467 @@
+"""Tests plans: they predict a run's bytes and calls, send nothing of the data, and refuse another run in one line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PrefixTuningConfig, PromptTuningConfig
+from typer.testing import CliRunner
+
+from noise.masks.lattice import Lattice
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ServedModel
+from tenant_sdk import Bill, TenantClient, cli
+from tenant_sdk.bill import PROBE_ROWS, Planner, Saving
+from tenant_sdk.endpoint.command import serve_command
+from tenant_sdk.endpoint.settings import EndpointSettings
+from tenant_sdk.testing import ScriptedProvider
+from tests.support.lattice import TOY
+from tests.support.providers import make_served_model, serving
+from tests.support.spies import before_requests, opened_sessions
+from tests.support.training import QUICK, ROWS, lora
+from wire.errors import ConfigurationError
+from wire.frame import Call, Purpose
+from wire.limits import Limits
+from wire.payload import Payload
+
+QUICKER: dict[str, Any] = {**QUICK, "max_steps": 3}
+PAIRS = [
+    {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    for prompt, chosen, rejected in (
+        ("who? ", "Ada Quill", "no idea"), ("where is it? ", "in Port Hale", "it is gone"), ("when? ", "1987", "then"),
+        ("what? ", "a copper owl", "an owl"), ("why so? ", "no reason", "because of rain"), ("how? ", "by boat", "so"),
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[ScriptedProvider]:
+    with ScriptedProvider() as made:
+        yield made
+
+
+def planned_and_taken(
+    client: TenantClient, output: Path, data: Any = ROWS, config: Any = None, **options: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns bytes sent, bytes received, calls and tokens of a run, as planned and as they were."""
+    given = {**QUICKER, **options}
+    bill = client.plan(data, config or lora(), **given)
+    before = client.traffic
+    result = client.finetune(data, config or lora(), output, **given)
+    calls = client.traffic.calls - before.calls
+    assert bill.is_exact
+    return (
+        (bill.bytes_up, bill.bytes_down, bill.round_trips, bill.tokens),
+        (result.bytes_up, result.bytes_down, calls, result.tokens),
+    )
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (lora(), {"num_epochs": 1.5, "max_steps": None, "batch_size": 3, "gradient_accumulation_steps": 2}),
+        (lora(target_modules=["q_proj"], layers_to_transform=[1]), {"eval_data": 0.25, "eval_steps": 2}),
+        (lora(use_dora=True), {}),
+        (lora(init_lora_weights="olora"), {}),
+        (lora(), {"checkpointing": "recompute"}),
+        (lora(), {"checkpointing": "replies", "eval_data": 0.25}),
+        (lora(), {"window_tokens": 40}),
+        (lora(), {"window_tokens": 40, "checkpointing": "replies"}),
+        (PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"), {"window_tokens": 30}),
+        (PrefixTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"), {"checkpointing": "recompute"}),
+    ],
+)
+def test_bytes_and_calls_are_those_of_the_run(
+    provider: ScriptedProvider, tmp_path: Path, config: Any, options: dict[str, Any]
+) -> None:
+    if options.get("max_steps", 0) is None:
+        del options["max_steps"]
+    given = {name: value for name, value in QUICKER.items() if name != "max_steps" or "num_epochs" not in options}
+    with provider.client(mask="off") as client:
+        bill = client.plan(ROWS, config, **{**given, **options})
+        before = client.traffic.calls
+        result = client.finetune(ROWS, config, tmp_path / "a", **{**given, **options})
+        assert (bill.bytes_up, bill.bytes_down, bill.tokens) == (result.bytes_up, result.bytes_down, result.tokens)
+        assert bill.round_trips == client.traffic.calls - before
+        assert bill.is_exact
+
+
+@pytest.mark.parametrize("precision", ["exact", "balanced", "short"])
+def test_bytes_under_the_lattice_mask_with_hints_that_are_fetched(
+    provider: ScriptedProvider, tmp_path: Path, precision: str
+) -> None:
+    options = {"parameters": TOY, "allow_toy": True, "precision": precision}
+    with provider.client(verify=False, mask_options=options, cache=tmp_path / "cache") as client:
+        planned, taken = planned_and_taken(client, tmp_path / "a")
+        assert planned == taken
+        bill = client.plan(ROWS, lora(), **QUICKER)  # now the hints are there
+        assert (bill.hint_bytes, bill.hint_disk_bytes) == (0, 0)
+        assert bill.bytes_down < planned[1]
+
+
+@pytest.mark.parametrize("hints", ["stream", "local"])
+def test_hints_that_are_not_kept_and_hints_that_are_computed(
+    provider: ScriptedProvider, tmp_path: Path, hints: str
+) -> None:
+    options = {"parameters": TOY, "allow_toy": True, "hints": hints}
+    with provider.client(verify=True, mask_options=options, cache=tmp_path / "cache") as client:
+        planned, taken = planned_and_taken(client, tmp_path / "a")
+        assert planned == taken
+
+
+def test_bytes_with_pads_and_padded_rows(provider: ScriptedProvider, tmp_path: Path) -> None:
+    with provider.client(mask="pad", pad_rows=64) as client:
+        planned, taken = planned_and_taken(client, tmp_path / "a")
+        assert planned == taken
+
+
+def test_bytes_with_shares_over_a_network(served_model: ServedModel, tmp_path: Path) -> None:
+    """Every frame has a header, and one provider gets rows, the other a seed."""
+    servers = [StateDir(tmp_path / name) for name in "ab"]
+    with serving(served_model, state=servers[0]) as one, serving(served_model, state=servers[1]) as other:
+        urls = [f"grpcs://127.0.0.1:{each.port}" for each in (one, other)]
+        for state, name, url in zip(servers, "cd", urls, strict=True):
+            enroll(state, "acme", tmp_path / name, url)
+        with TenantClient(urls, [tmp_path / "c", tmp_path / "d"], mask="shares", progress=False) as client:
+            bill = client.plan(ROWS, lora(), **QUICKER)
+            result = client.finetune(ROWS, lora(), tmp_path / "out", **QUICKER)
+    assert (bill.bytes_up, bill.bytes_down) == (result.bytes_up, result.bytes_down)
+
+
+def test_bytes_over_a_network_within_small_limits(chat_folder: Path, tmp_path: Path) -> None:
+    """Calls are split as the limits ask for, and the probe keeps to them."""
+    limits = Limits(max_rows=7, max_tensor_bytes=1 << 16, max_in_flight_bytes=1 << 17)
+    with serving(make_served_model(chat_folder, "int8", limits)) as server:
+        url = f"grpc://127.0.0.1:{server.port}"
+        with TenantClient(url, mask="off", progress=False) as client:
+            planned, taken = planned_and_taken(client, tmp_path / "a")
+    assert planned == taken
+
+
+def test_bytes_of_float_arithmetic_with_pooled_vectors(provider: ScriptedProvider, tmp_path: Path) -> None:
+    options = {"renew_every": 2}
+    with provider.client(verify=False, mask="gaussian-pool", weights="native", mask_options=options) as client:
+        planned, taken = planned_and_taken(client, tmp_path / "a")
+        assert planned == taken
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_bytes_of_preferences(provider: ScriptedProvider, tmp_path: Path, precomputed: bool) -> None:
+    options = {"batch_size": 2, "eval_data": 0.3, "dpo_precompute_reference": precomputed}
+    with provider.client(mask="off") as client:
+        planned, taken = planned_and_taken(client, tmp_path / "a", PAIRS, **options)
+        assert planned == taken
+
+
+def test_a_count_that_ends_early_is_an_estimate(provider: ScriptedProvider) -> None:
+    with provider.client(mask="off") as client:
+        whole = client.plan(ROWS, lora(), **{**QUICKER, "max_steps": 8})
+        prepared = prepared_run(client, max_steps=8)
+        part = client._planned(lambda planner: planner.run(prepared, Path("a"), count_s=-1e9))
+    assert whole.is_exact
+    assert not part.is_exact
+    assert part.steps == whole.steps
+    assert 0.7 < part.num_bytes / whole.num_bytes < 1.3
+
+
+def prepared_run(client: TenantClient, **options: Any) -> Any:
+    from tenant_sdk.training.finetune import prepare
+    from tenant_sdk.training.settings import finetune_options
+
+    return prepare(client, ROWS, lora(), finetune_options({**QUICKER, **options}))
+
+
+def test_what_fewer_layers_and_bits_would_save(provider: ScriptedProvider, tmp_path: Path) -> None:
+    """A plan's savings are the differences from plans with those settings."""
+    toy = {"parameters": TOY, "allow_toy": True, "hints": "local"}
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config, upper = lora(), lora(target_modules=every, layers_to_transform=[1])
+    with provider.client(mask_options={**toy, "precision": "exact"}, cache=tmp_path / "c") as client:
+        bill, of_upper = (client.plan(ROWS, each, **QUICKER) for each in (config, upper))
+    with provider.client(mask_options={**toy, "precision": "balanced"}, cache=tmp_path / "c") as client:
+        balanced = client.plan(ROWS, config, **QUICKER)
+    assert set(bill.savings) == {
+        Saving("adapters on the upper half of the blocks only (1 to 1)", bill.num_bytes - of_upper.num_bytes),
+        Saving("precision balanced (--precision)", bill.num_bytes - balanced.num_bytes),
+    }  # and not `short`, which does not go with verify
+    assert all(each.num_bytes > 0 for each in bill.savings)
+
+
+def test_bytes_of_answers(provider: ScriptedProvider) -> None:
+    with provider.client(mask="off") as client:
+        chat = [{"role": "user", "content": "who is it?"}]
+        ids = client.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        bill = client.plan_tokens(len(ids), 6, 2)
+        before = client.traffic
+        for _ in range(2):
+            client.generate("who is it?", max_new_tokens=6, fixed_length=True)
+        after = client.traffic
+    assert bill.bytes_up == after.bytes_up - before.bytes_up
+    assert bill.bytes_down == after.bytes_down - before.bytes_down
+    assert bill.round_trips == after.calls - before.calls
+
+
+# ---- what a plan sends -----------------------------------------------------------------------------------------------
+
+
+def asked(provider: ScriptedProvider) -> set[tuple[Any, ...]]:
+    return {(each.group, each.direction, each.purpose, each.num_rows) for each in provider.calls}
+
+
+def test_nothing_of_the_data_is_sent(provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and counts are the same for other data, also of another size, and for another adapter; rows are uniform
+    random numbers."""
+    sent: list[tuple[Call, torch.Tensor]] = []
+    before_requests(monkeypatch, lambda call, payload: keep(sent, call, payload))
+    seen = []
+    with provider.client(verify=False, mask_options={"parameters": TOY, "allow_toy": True}) as client:
+        for data in (ROWS, [{"text": "quite other texts"}] * 3, [*ROWS, *ROWS]):
+            provider.forget_calls()
+            client.plan(data, lora(), **QUICKER)
+            seen.append(asked(provider))
+        provider.forget_calls()
+        client.plan(ROWS, lora(target_modules=["v_proj"], layers_to_transform=[1]), **QUICKER)
+        seen.append(asked(provider))
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+    assert {num_rows for *_, num_rows in seen[0]} == {1, PROBE_ROWS}
+    assert {purpose for _, _, purpose, _ in seen[0]} == {"product"}
+    large = [rows for _, rows in sent if rows.shape[0] == PROBE_ROWS]
+    assert large
+    for rows in large:
+        upper = rows.to(torch.float64) / 2**31
+        assert abs(float(upper.mean())) < 0.05
+        assert abs(float(upper.std()) - 1 / 3**0.5) < 0.05
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(large))
+
+
+def keep(sent: list[tuple[Call, torch.Tensor]], call: Call, payload: Payload) -> None:
+    if call.purpose is Purpose.PRODUCT:
+        rows = payload.rows(call)
+        assert isinstance(rows, torch.Tensor)
+        sent.append((call, rows.clone()))
+
+
+def test_no_slot_of_a_mask_is_used(provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sessions = opened_sessions(monkeypatch)
+    options = {"parameters": TOY, "allow_toy": True}
+    with provider.client(verify=False, mask_options=options, cache=tmp_path / "cache") as client:
+        client.plan(ROWS, lora(), **QUICKER)
+        client.plan_tokens(3, 4)
+        scheme = sessions[0].scheme
+        assert isinstance(scheme, Lattice)
+        assert scheme.pool.row_counts().made == 0
+        assert all(seed.used == 0 for seed in scheme._ledger.audit())
+        assert not list((tmp_path / "cache").glob("hints/*/*"))
+
+
+def test_the_probe_asks_backward_only_where_the_run_does(provider: ScriptedProvider) -> None:
+    with provider.client(mask="off") as client:
+        provider.forget_calls()
+        client.plan_tokens(3, 4)
+        assert {direction for _, direction, *_ in asked(provider)} == {"forward"}
+
+
+def test_the_probe_keeps_to_small_limits(chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(max_rows=3)
+    rows: Counter[int] = Counter()
+    served = make_served_model(chat_folder, "int8", limits)
+    compute = served.compute
+    monkeypatch.setattr(served, "compute", lambda call, given: rows.update([len(given)]) or compute(call, given))
+    with (
+        serving(served) as server,
+        TenantClient(f"grpc://127.0.0.1:{server.port}", mask="off", progress=False) as client,
+    ):
+        client.plan(ROWS, lora(), **QUICKER)
+    assert max(rows) <= 3
+
+
+def test_a_plan_leaves_random_numbers_and_folders_as_they_were(
+    provider: ScriptedProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with provider.client(mask="off", cache=tmp_path / "cache") as client:
+        client.connect()
+        torch.manual_seed(5), np.random.seed(5), random.seed(5)
+        client.plan(ROWS, lora(), **QUICKER)
+        drawn = torch.rand(1).item(), np.random.rand(), random.random()
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
+    assert drawn == (torch.rand(1).item(), np.random.rand(), random.random())
+    assert [each.name for each in tmp_path.iterdir()] == ["cache"]
+
+
+# ---- what a plan says ------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_a_table_with_time_memory_and_the_local_run(provider: ScriptedProvider) -> None:
+    with provider.client(mask="off") as client:
+        bill = client.plan(ROWS, lora(), **QUICKER)
+    assert bill.seconds is not None
+    assert bill.local_seconds is not None
+    assert bill.seconds == pytest.approx(bill.provider_s + bill.tenant_s + bill.mask_s + bill.hint_s)
+    assert min(bill.seconds, bill.local_seconds, bill.memory_bytes, bill.local_bytes) > 0
+    names = [line.split()[0] for line in str(bill).splitlines()]
+    assert names[:5] == ["tokens", "traffic", "time", "memory", "locally"]
+    assert bill.price(per_gb=2.0, per_hour=3.0) == pytest.approx(bill.num_bytes / 1e9 * 2.0 + bill.seconds / 3600 * 3.0)
+
+
+def test_finetune_says_an_estimate_first_and_a_comparison_last(
+    provider: ScriptedProvider, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with provider.client(mask="off") as client:
+        client.finetune(iter(ROWS), lora(), tmp_path / "a", **{**QUICKER, "progress": True})
+    lines = capsys.readouterr().err.splitlines()
+    (first,) = [line for line in lines if line.startswith("estimated ") and "round trips" in line]
+    assert lines.index(first) < next(number for number, line in enumerate(lines) if line.startswith("fine-tuning"))
+    planned, taken = lines[-1].removeprefix("estimated ").split("; it took ")
+    assert planned == taken.split(" and ")[0]  # a run of so few bytes is not probed
+    assert planned in first
+
+
+def test_a_run_whose_adapter_bears_no_made_up_numbers_begins_all_the_same(
+    provider: ScriptedProvider, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planner, "run", lambda *args, **options: 1 / 0)
+    with provider.client(mask="off") as client:
+        client.finetune(ROWS, lora(), tmp_path / "a", **{**QUICKER, "progress": True})
+    assert "no estimate for this adapter (ZeroDivisionError)" in capsys.readouterr().err.splitlines()
+
+
+def test_a_server_says_what_tokens_cost(
+    provider: ScriptedProvider, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tenant_sdk.endpoint.server import Endpoint
+
+    monkeypatch.setattr(Endpoint, "run", lambda self: None)
+    with provider.client(mask="off") as client:
+        serve_command(client, None, EndpointSettings(port=0, key="k" * 32), print)
+        bill = client.plan_tokens(1, 1000, probe_s=0.0)
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "1,000 tokens" in each]
+    assert f"{bill.round_trips:,} round trips" in line
+
+
+# ---- a plan that is kept ---------------------------------------------------------------------------------------------
+
+
+def test_a_saved_plan_holds_for_its_run_alone(provider: ScriptedProvider, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with provider.client(mask="off") as client:
+        bill = client.plan(ROWS, lora(), **QUICKER)
+        bill.save(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert Bill.load(path) == bill
+        assert "Ada" not in path.read_text()
+        client.finetune(ROWS, lora(), tmp_path / "a", plan=path, **QUICKER)
+        client.finetune(ROWS, lora(), tmp_path / "b", plan=bill, **QUICKER)
+        provider.forget_calls()
+        for data, config, options, expected in (
+            (ROWS[1:], lora(), {}, "the data, the adapter or the options are others"),
+            (ROWS, lora(r=2), {}, "the data, the adapter or the options are others"),
+            (ROWS, lora(), {"max_steps": 4}, "the data, the adapter or the options are others"),
+        ):
+            with pytest.raises(ConfigurationError, match=expected):
+                client.finetune(data, config, tmp_path / "c", plan=path, **{**QUICKER, **options})
+        with pytest.raises(ConfigurationError, match="provider has changed since"):
+            client.finetune(ROWS, lora(), tmp_path / "c", plan=replace(bill, manifest="0" * 64), **QUICKER)
+        assert provider.calls == []
+        assert not (tmp_path / "c").exists()
+    with provider.client(mask="pad") as client, pytest.raises(ConfigurationError, match="the mask or its precision"):
+        client.finetune(ROWS, lora(), tmp_path / "c", plan=path, **QUICKER)
+
+
+def test_a_plan_of_a_provider_that_changed_since(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with ScriptedProvider(seed=1) as provider, provider.client(mask="off") as client:
+        client.plan(ROWS, lora(), **QUICKER).save(path)
+    with ScriptedProvider(seed=2) as provider, provider.client(mask="off") as client:
+        with pytest.raises(ConfigurationError, match="the provider has changed since") as caught:
+            client.finetune(ROWS, lora(), tmp_path / "a", plan=path, **QUICKER)
+        assert "\n" not in str(caught.value)
+        assert provider.calls == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"savings": []}', '{"savings": 3}', "\x00"])
+def test_a_file_that_is_no_plan(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=r"is no plan: expected a file of `tenant plan --out`"):
+        Bill.load(path)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        Bill.load(tmp_path / "none.json")
+
+
+def test_a_plan_with_a_number_that_is_none(provider: ScriptedProvider, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with provider.client(mask="off") as client:
+        client.plan(ROWS, lora(), **QUICKER).save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bytes_up": "many"}))
+    with pytest.raises(ConfigurationError, match="is no plan"):
+        Bill.load(path)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command(provider: ScriptedProvider, tmp_path: Path) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "plan.json"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    common = [str(data), "--url", f"inproc:{provider.model}", "--mask", "off", "--max-steps", "2", "--rank", "2"]
+    table = CliRunner().invoke(
+        cli.app, ["plan", *common, "--out", str(out), "--price-per-gb", "5", "--price-per-hour", "7"],
+        catch_exceptions=False,
+    )  # fmt: skip
+    assert table.exit_code == 0, table.output
+    bill = Bill.load(out)
+    assert str(bill) in table.stdout
+    assert f"price    {bill.price(5, 7):.4g} (" in table.stdout
+    as_json = CliRunner().invoke(cli.app, ["plan", *common, "--json", "--price-per-gb", "5"], catch_exceptions=False)
+    found = json.loads(as_json.stdout)
+    assert (found["bytes_up"], found["run"], found["price"]) == (
+        bill.bytes_up, bill.run, pytest.approx(bill.num_bytes / 1e9 * 5),
+    )  # fmt: skip
+    run = ["finetune", *common, "--output", str(tmp_path / "a"), "--plan", str(out)]
+    done = CliRunner().invoke(cli.app, run, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "estimated " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["plan"], "name a data set: tenant plan DATA"),
+        (["plan", "none.jsonl"], "none.jsonl"),
+        (["plan", "d.jsonl", "--out", "none/plan.json"], "there is no folder"),
+        (["plan", "d.jsonl", "--batch-size", "0"], "batch_size must be positive"),
+        (["finetune", "d.jsonl", "--output", "a", "--plan", "none.json"], "there is no plan none.json"),
+    ],
+)
+def test_mistakes_are_told_at_once(
+    words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_text('{"text": "owl"}\n')
+    done = CliRunner().invoke(cli.app, [*words, "--url", "inproc:none"])
+    assert isinstance(done.exception, Exception)
+    assert expected in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_answers_that_cannot_be(provider: ScriptedProvider) -> None:
+    with provider.client(mask="off") as client:
+        for numbers in ((0, 1), (1, 0), (1, 1, 0), (1000, 1000)):
+            with pytest.raises(ConfigurationError):
+                client.plan_tokens(*numbers)
