@@ -90,7 +90,7 @@ MOST_TYPICAL_TOKENS = 512
 COUNT_S = 5.0
 """The processor seconds after which the count of a long run's batches ends, and the rest is taken to be alike."""
 BRIEF_S = 1.0
-"""The seconds of the probe and of the count in the estimate before a run, together; model and tiny batches come on top."""
+"""The seconds of the probe and of the count in the estimate before a run. Model and tiny batches come on top."""
 SMALL_BYTES = 4_000_000
 """A run of fewer bytes is not probed before it begins: it takes seconds, and the probe would be a part of them."""
 
