@@ -90,7 +90,7 @@ MOST_TYPICAL_TOKENS = 512
 COUNT_S = 5.0
 """The processor seconds after which the count of a long run's batches ends, and the rest is taken to be alike."""
 BRIEF_S = 1.0
-"""The seconds that the estimate before a run may take, apart from the making of a model."""
+"""The seconds of the probe and of the count in the estimate before a run. Model and tiny batches come on top."""
 SMALL_BYTES = 4_000_000
 """A run of fewer bytes is not probed before it begins: it takes seconds, and the probe would be a part of them."""
 
@@ -1171,7 +1171,7 @@ class Planner:
         return self._timed(bill, wire, count.calls, missing, count.tenant_s, probe_s)
 
     def briefly(self, prepared: Prepared, output_dir: Path) -> Bill | str:
-        """Returns what a run will cost, as it can be told in about a second; or a line that says why it cannot be."""
+        """Returns what a run will cost, with a brief probe or none; or a line that says why it cannot be."""
         try:
             return self.run(
                 prepared, output_dir, probe_s=BRIEF_S / 2, count_s=BRIEF_S / 2, typical_tokens=MOST_TYPICAL_TOKENS // 8,
