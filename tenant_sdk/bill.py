@@ -91,6 +91,9 @@ COUNT_S = 5.0
 """The processor seconds after which the count of a long run's batches ends, and the rest is taken to be alike."""
 BRIEF_S = 1.0
 """The seconds of the probe and of the count in the estimate before a run. Model and tiny batches come on top."""
+BRIEF_STEPS = 20
+"""A run of fewer optimizer steps is not estimated before it begins: making its model and the tiny batches take about as
+long as five steps."""
 SMALL_BYTES = 4_000_000
 """A run of fewer bytes is not probed before it begins: it takes seconds, and the probe would be a part of them."""
 
@@ -1171,7 +1174,9 @@ class Planner:
         return self._timed(bill, wire, count.calls, missing, count.tenant_s, probe_s)
 
     def briefly(self, prepared: Prepared, output_dir: Path) -> Bill | str:
-        """Returns what a run will cost, with a brief probe or none; or a line that says why it cannot be."""
+        """Returns what a run will cost, with a brief probe or none; or a line that says why it does not."""
+        if _num_steps(prepared) < BRIEF_STEPS:
+            return f"a run of fewer than {BRIEF_STEPS} steps is not estimated; `tenant plan` (client.plan) does so"
         try:
             return self.run(
                 prepared, output_dir, probe_s=BRIEF_S / 2, count_s=BRIEF_S / 2, typical_tokens=MOST_TYPICAL_TOKENS // 8,
@@ -1243,6 +1248,16 @@ class Planner:
             bill, seconds=tenant_s + coding_s + both_s + hint_s, provider_s=provider_s, tenant_s=tenant_s + coding_s,
             mask_s=mask_s, hint_s=hint_s, local_seconds=tenant_s + base_s,
         )  # fmt: skip
+
+
+def _num_steps(prepared: Prepared) -> int:
+    """Returns the optimizer steps of a run, to within one for each epoch."""
+    options = prepared.options
+    if options.max_steps is not None:
+        return options.max_steps
+    return math.ceil(
+        len(prepared.rows.rows) * options.num_epochs / (options.batch_size * options.gradient_accumulation_steps)
+    )
 
 
 def _pool_bytes(wire: _Wire, calls: Mapping[tuple[_Key, int], int]) -> int:

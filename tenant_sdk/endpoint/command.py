@@ -77,12 +77,12 @@ def serve_command(
 
     endpoint = Endpoint(client, adapters, settings, on_ready=ready, **options)
     endpoint.explain()
-    # uvicorn ends the server at a signal and then sends itself the same signal again, which by default would end the
-    # process before the endpoint is closed
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
     try:
         _say_what_tokens_cost(client)
+        # uvicorn ends the server at a signal and then sends itself the same signal again, which by default would end
+        # the process before the endpoint is closed
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
         endpoint.run()
     except VerificationFailed as exc:
         said = printable(str(exc), one_line=True)

@@ -320,9 +320,14 @@ def test_a_plan_is_a_table_with_time_memory_and_the_local_run(provider: Scripted
 
 
 def test_finetune_says_an_estimate_first_and_a_comparison_last(
-    provider: ScriptedProvider, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    provider: ScriptedProvider, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with provider.client(mask="off") as client:
+        client.finetune(iter(ROWS), lora(), tmp_path / "short", **{**QUICKER, "progress": True})
+        lines = capsys.readouterr().err.splitlines()
+        assert "a run of fewer than 20 steps is not estimated; `tenant plan` (client.plan) does so" in lines
+        assert not any("it took" in line for line in lines)
+        monkeypatch.setattr("tenant_sdk.bill.BRIEF_STEPS", 1)
         client.finetune(iter(ROWS), lora(), tmp_path / "a", **{**QUICKER, "progress": True})
     lines = capsys.readouterr().err.splitlines()
     (first,) = [line for line in lines if line.startswith("estimated ") and "round trips" in line]
@@ -336,6 +341,7 @@ def test_a_run_whose_adapter_bears_no_made_up_numbers_begins_all_the_same(
     provider: ScriptedProvider, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Planner, "run", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr("tenant_sdk.bill.BRIEF_STEPS", 1)
     with provider.client(mask="off") as client:
         client.finetune(ROWS, lora(), tmp_path / "a", **{**QUICKER, "progress": True})
     assert "no estimate for this adapter (ZeroDivisionError)" in capsys.readouterr().err.splitlines()
@@ -433,7 +439,7 @@ def test_the_command(provider: ScriptedProvider, tmp_path: Path) -> None:
     assert (found["bytes_up"], found["run"], found["price"]) == (
         bill.bytes_up, bill.run, pytest.approx(bill.num_bytes / 1e9 * 5),
     )  # fmt: skip
-    run = ["finetune", *common, "--output", str(tmp_path / "a"), "--plan", str(out)]
+    run = ["finetune", *common, "--output", str(tmp_path / "a"), "--plan", str(out)]  # its estimate is the plan
     done = CliRunner().invoke(cli.app, run, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "estimated " in done.stderr
