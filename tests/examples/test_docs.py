@@ -20,6 +20,7 @@ from noise.options import MASKS, OPTIONS
 from noise.params import PARAMETERS
 from provider.cli import app as provider_app
 from provider.config import ProviderSettings, load_settings
+from provider.operations.usage import PriceList
 from provider.schedule.quota import TenantLimits
 from tenant_sdk import EngineOptions, RequestOptions, StoreOptions, options
 from tenant_sdk.cli import app as tenant_app
@@ -235,7 +236,9 @@ def test_settings_of_operations_md(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = ROOT / "docs/operations.md"
     variables = set(re.findall(r"`VEILBASE_PROVIDER_([A-Z_]+)`", page.read_text()))
     assert {name.lower() for name in variables if name} == set(ProviderSettings.model_fields)
-    text, limits = blocks(page, "yaml")
+    text, limits, prices = blocks(page, "yaml")
+    (tmp_path / "prices.yaml").write_text(prices)
+    assert PriceList.read(tmp_path / "prices.yaml").model_fields_set == set(PriceList.model_fields)
     (tmp_path / "limits.yaml").write_text(limits)
     assert load_settings({}, tmp_path / "limits.yaml").tenant_limits["acme"].weight == 2
     named = {key for one in yaml.safe_load(limits)["tenant_limits"].values() for key in one}

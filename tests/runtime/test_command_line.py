@@ -88,7 +88,11 @@ def test_an_unknown_option_names_the_one_that_was_meant(
 @pytest.mark.parametrize(
     ("module", "word", "told"),
     [
-        (tenant_cli, "modle", "there is no command modle: there are finetune, generate, chat, serve, explain"),
+        (
+            tenant_cli,
+            "modle",
+            "there is no command modle: there are finetune, plan, generate, chat, serve, explain, status",
+        ),
         (tenant_cli, "finetun", "the nearest is finetune"),
         (provider_cli, "export", "the nearest is export-server"),
         (provider_cli, "shrd", "there are serve, enroll"),

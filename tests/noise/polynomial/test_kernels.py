@@ -134,7 +134,7 @@ def test_no_product_stays_in_the_memory_that_calls_share(features: int, monkeypa
         return used[-1]
 
     secrets_hat = kernels.secret_transform(secrets)
-    monkeypatch.setattr(kernels, "_scratch", noted)
+    monkeypatch.setitem(vars(kernels), "_scratch", noted)
     memory = torch.zeros(3 * degree * 3 * 128 + 64, dtype=torch.uint8)
     begin = -memory.data_ptr() % 64
     out = memory[begin : begin + 3 * degree * 3 * 128].view(3, degree, 3 * 128)[:, :, : 3 * features]
@@ -369,7 +369,7 @@ for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
         secrets = guarded(ternary(rng, (2, rank, degree)))
         error = guarded(torch.randint(-21, 22, (2, degree, features)).to(torch.int8))
         out = guarded(torch.zeros(2, degree, features, dtype=torch.int32))
-        kernels._scratch = lambda size: guarded(torch.empty(size, dtype=torch.float64))
+        vars(kernels)["_scratch"] = lambda size: guarded(torch.empty(size, dtype=torch.float64))
         secrets_hat = guarded(kernels.secret_transform(secrets))
         combiner, rows = kernels.Combiner(secrets_hat), kernels.Rows(list(out))
         combiner.by_matrix(matrix, rows, 0, features, error)

@@ -252,12 +252,13 @@ def test_a_request_looks_for_its_own_folder_only(
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         assert load(http, "help", "support").status_code == 200
         listed: list[Any] = []
-        monkeypatch.setattr("tenant_sdk.serving.adapters.files.os.scandir", lambda *where: listed.append(where))
-        assert [status(http, model) for model in ("support", "help", "llama")] == [200, 200, 200]
-        assert http.get("/v1/models/support").status_code == 200
-        assert load(http, "desk", "support").status_code == 200
-        for name in ("desk", "help", "support"):
-            assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr("tenant_sdk.serving.adapters.files.os.scandir", lambda *where: listed.append(where))
+            assert [status(http, model) for model in ("support", "help", "llama")] == [200, 200, 200]
+            assert http.get("/v1/models/support").status_code == 200
+            assert load(http, "desk", "support").status_code == 200
+            for name in ("desk", "help", "support"):
+                assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
         assert listed == []
 
 

@@ -92,8 +92,9 @@ def test_the_command_ends_with_a_code_of_its_own(
         serve_command(client, None, EndpointSettings(port=0, key=KEY), ask_a_liar)
     assert ended.value.code == FORGED_EXIT == 3
     assert shown[0] == f"key {KEY}"
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tenant: ")]
-    assert line.endswith("does not start again by itself")
+    costs, ended_by = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tenant: ")]
+    assert costs.startswith("tenant: 1,000 tokens of answers: estimated ")
+    assert ended_by.endswith("does not start again by itself")
 
 
 def test_while_the_connection_is_lost_it_says_so(verified: Verified) -> None:
