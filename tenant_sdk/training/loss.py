@@ -77,7 +77,7 @@ class _ScoredForward:
     def __init__(self, base: Any, every_position: bool) -> None:
         self._base, self._every_position = base, every_position
         self._finish: Finish | None = probe(base)
-        self._stock = base.forward
+        self._stock, self._padding = base.forward, run_states(base).padding
         self._takes_positions = "logits_to_keep" in inspect.signature(self._stock).parameters
 
     def as_forward(self) -> Callable[..., Any]:
@@ -97,9 +97,10 @@ class _ScoredForward:
             options["logits_to_keep"] = places
         head = self._base.get_output_embeddings()
         if self._finish is None:  # logits that cannot be computed in chunks are computed at once
-            outputs, hidden = self._stock(*args, **options), None
+            with self._padding.labels_known():
+                outputs, hidden = self._stock(*args, **options), None
         else:
-            with HeadInput(head) as seen:
+            with self._padding.labels_known(), HeadInput(head) as seen:
                 outputs = self._stock(*args, **options)
             hidden = seen.hidden
         wanted, padded = targets[:, places].flatten(), is_padding(options.get("attention_mask"), targets)[:, places]
@@ -268,7 +269,7 @@ class _ChunkedForward:
 
     def __init__(self, base: Any, finish: Finish, every_position: bool) -> None:
         self._base, self._finish, self._every_position = base, finish, every_position
-        self._stock = base.forward
+        self._stock, self._padding = base.forward, run_states(base).padding
         self._takes_positions = "logits_to_keep" in inspect.signature(self._stock).parameters
 
     def as_forward(self) -> Callable[..., Any]:
@@ -293,7 +294,7 @@ class _ChunkedForward:
                 keep = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
                 options["logits_to_keep"], targets, padded = keep, targets[:, keep], padded[:, keep]
         head = self._base.get_output_embeddings()
-        with HeadInput(head) as seen:
+        with self._padding.labels_known(), HeadInput(head) as seen:
             outputs = self._stock(*args, **options)
         loss = self._loss(head, seen.hidden, targets, count, outputs.logits, padded)
         return type(outputs)(**{**outputs, "loss": loss})

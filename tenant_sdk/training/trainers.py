@@ -55,7 +55,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from noise.disk.private_files import make_private_folder
-from tenant_sdk.model.run_state import RunState
+from tenant_sdk.model.run_state import RunState, run_states
 from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.checkpoints import SavesAdapter
 from tenant_sdk.training.loss import Scores, has_another_loss
@@ -335,7 +335,8 @@ def completion_loss(
     keep = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
     if every_position:
         keep = torch.arange(targets.shape[1], device=targets.device)
-    outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
+    with run_states(model).padding.labels_known():
+        outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
     logits = outputs.logits.float().flatten(0, 1)
     total = functional.cross_entropy(logits, targets[:, keep].flatten(), ignore_index=-100, reduction="sum")
     count = (targets != IGNORE_INDEX).sum() if count is None else count

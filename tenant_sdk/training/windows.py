@@ -47,6 +47,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.model.run_state import run_states
 from tenant_sdk.training.activation_checkpointing import give_pages_back
 from tenant_sdk.training.loss import has_another_loss, is_padding
 from tenant_sdk.training.token_rows import IGNORE_INDEX
@@ -481,6 +482,7 @@ class Windows:
         check_adapter(model)
         # PEFT's forward method would add a soft prompt to every window
         self._run = self._causal if kind_of(model) else model
+        self._padding = run_states(self._causal).padding
         self._sliding_windows = sliding_windows(self._causal)
         share_masks(self._causal)
         allow_recomputation(self._causal)
@@ -609,7 +611,7 @@ class Windows:
         cache.begin(start)
         device = inputs["labels"].device
         tokens = {name: inputs[name][:, start:stop] for name in ("input_ids", "inputs_embeds") if name in inputs}
-        with _random_numbers(seed, device):
+        with _random_numbers(seed, device), self._padding.labels_known():
             self._run(
                 **tokens, attention_mask=inputs["attention_mask"][:, : cache.num_virtual + stop], past_key_values=cache,
                 use_cache=True, logits_to_keep=torch.empty(0, dtype=torch.long, device=device),

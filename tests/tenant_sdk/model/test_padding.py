@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import Trainer, TrainingArguments
+from transformers import Lfm2Config, Trainer, TrainingArguments
 
 from tenant_sdk.client import TenantClient
 from tenant_sdk.model.padding import Padding
@@ -21,6 +21,8 @@ from tests.support.tiny_models import WINDOWED_CONFIGS, make_model, save_random
 
 LENGTHS = (3, 11, 7)
 LONGEST, TOKENS = max(LENGTHS), sum(LENGTHS)
+PAD = 2
+"""The padding token, which is the end marker: the embedding of token 0 would be zero."""
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 RING: dict[str, Any] = {"verify": False, "mask": "off", "progress": False}
 
@@ -32,7 +34,7 @@ def padded(side: str = "right") -> dict[str, torch.Tensor]:
     mask = torch.zeros(len(LENGTHS), LONGEST, dtype=torch.long)
     for row, length in enumerate(LENGTHS):
         mask[row, slice(length) if side == "right" else slice(LONGEST - length, None)] = 1
-    ids = torch.randint(6, 90, mask.shape, generator=torch.Generator().manual_seed(1)) * mask
+    ids = torch.randint(6, 90, mask.shape, generator=torch.Generator().manual_seed(1)).masked_fill(mask == 0, PAD)
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
@@ -129,17 +131,22 @@ def test_padding_that_counts_is_sent(spoil: Callable[..., Any], provider: Any, m
     assert equal(found, gradients(seeded(LoraConfig(**LORA), with_padding(client, monkeypatch)), batch))
 
 
-@pytest.mark.parametrize("kept", [4, torch.tensor([1, 5, 9])])
+@pytest.mark.parametrize(
+    "kept", [4, torch.tensor([1, 5, 9]), torch.arange(LONGEST - 1, -1, -1), torch.tensor([3] * LONGEST)]
+)
 def test_a_head_that_is_asked_for_some_positions_gets_no_padding(kept: Any, provider: Any) -> None:
     opened = provider()
     batch = padded()
     model = opened.client(**RING).load_model()
-    found = model(batch["input_ids"], batch["attention_mask"], logits_to_keep=kept).logits
-    columns = batch["attention_mask"][:, -kept:] if isinstance(kept, int) else batch["attention_mask"][:, kept]
-    assert {num_rows for _, num_rows in sent(opened)} == {TOKENS, int(columns.sum())}
+    with run_states(model).padding.labels_known():
+        found = model(batch["input_ids"], batch["attention_mask"], logits_to_keep=kept).logits
+    mask = batch["attention_mask"][:, -kept:] if isinstance(kept, int) else batch["attention_mask"][:, kept]
+    if isinstance(kept, int) or len(kept) < LONGEST:
+        assert {num_rows for _, num_rows in sent(opened)} == {TOKENS, int(mask.sum())}
     whole = model(batch["input_ids"], batch["attention_mask"]).logits
+    assert {num_rows for _, num_rows in sent(opened)} >= {len(LENGTHS) * LONGEST}
     whole = whole[:, -kept:] if isinstance(kept, int) else whole[:, kept]
-    assert torch.equal(found, whole)
+    assert torch.equal(found[mask == 1], whole[mask == 1])
 
 
 def test_a_label_that_padding_on_the_left_predicts_counts(provider: Any) -> None:
@@ -186,9 +193,9 @@ def test_generate_over_a_batch_sends_no_padding_and_gives_the_same_tokens(
     opened = provider()
     client, batch = opened.client(**RING), padded("left")
     del batch["labels"]
-    found = client.load_model().generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    found = client.load_model().generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=PAD)
     assert sent(opened) == {("forward", TOKENS), ("forward", len(LENGTHS))}
-    whole = with_padding(client, monkeypatch).generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    whole = with_padding(client, monkeypatch).generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=PAD)
     assert torch.equal(found, whole)
 
 
@@ -204,12 +211,58 @@ def test_a_layer_that_is_called_by_itself_sends_all_rows(provider: Any) -> None:
     assert sent(opened) == {("forward", len(LENGTHS) * LONGEST)}
 
 
-def test_nothing_of_a_pass_that_failed_stays(provider: Any) -> None:
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
+def test_nothing_of_a_pass_that_ended_early_stays(failure: type[BaseException], provider: Any) -> None:
     model = provider().client(**RING).load_model()
-    batch = padded()
-    with pytest.raises(Exception, match="index out of range"):
-        model(input_ids=torch.full_like(batch["input_ids"], 10**6), attention_mask=batch["attention_mask"])
-    assert run_states(model).padding.attended is None
+
+    def fail(*_: Any) -> None:
+        raise failure
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(failure):
+        model(**padded())
+    handle.remove()
+    assert run_states(model).padding.passes == []
+
+
+def outside(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns a loss over all labels that is computed outside the model, and its gradients."""
+    inputs = {key: each for key, each in batch.items() if key != "labels"}
+    logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
+    loss.backward()
+    return loss.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("labels_padding", [False, True])
+def test_a_loss_outside_the_model_is_the_same(
+    side: str, labels_padding: bool, provider: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, batch = provider().client(**RING), padded(side)
+    if labels_padding:
+        batch["labels"] = batch["input_ids"]
+    found = outside(seeded(LoraConfig(**LORA), client.load_model()), batch)
+    assert equal(found, outside(seeded(LoraConfig(**LORA), with_padding(client, monkeypatch)), batch))
+
+
+def test_labels_that_are_shifted_already_count(provider: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, batch = provider().client(**RING), padded("left")
+    batch["shift_labels"] = batch["labels"].roll(-1, 1)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    found = gradients(seeded(LoraConfig(**LORA), client.load_model()), batch)
+    assert equal(found, gradients(seeded(LoraConfig(**LORA), with_padding(client, monkeypatch)), batch))
+
+
+def test_a_model_with_convolutions_sends_all_rows(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    config = Lfm2Config(
+        **sizes, num_key_value_heads=2, num_hidden_layers=2, layer_types=["conv", "full_attention"], pad_token_id=0
+    )
+    save_random(config, tmp_path)
+    with ScriptedProvider(model=tmp_path) as opened:
+        opened.client(**{**RING, "tokenizer": None}).load_model()(**padded("left"))
+        assert {num_rows for _, num_rows in sent(opened)} == {len(LENGTHS) * LONGEST}
 
 
 def test_a_copied_model_has_a_forward_of_its_own(provider: Any) -> None:
@@ -235,7 +288,7 @@ def test_row_counts_follow_from_lengths_alone(provider: Any) -> None:
     for seed in range(2):
         batch = padded()
         other = torch.randint(6, 90, batch["input_ids"].shape, generator=torch.Generator().manual_seed(seed))
-        batch["input_ids"] = other * batch["attention_mask"]
+        batch["input_ids"] = other.masked_fill(batch["attention_mask"] == 0, PAD)
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         gradients(model, batch)
         seen.append([(call.group, call.direction, call.num_rows) for call in opened.calls])

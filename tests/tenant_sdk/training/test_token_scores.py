@@ -94,8 +94,8 @@ def test_logits_that_cannot_be_computed_in_chunks(client_of_kind: Any, monkeypat
 
 
 def test_the_rows_of_a_head_at_the_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head gets the rows of all positions that predict a label of at least one sequence, but no padding. With `every_position`, it
-    gets all rows, whatever the labels are."""
+    """The head gets the rows of all positions that predict a label of at least one sequence, but no padding. With
+    `every_position`, it gets all rows, whatever the labels are."""
     make_tiny("llama", tmp_path)
     with TenantClient(f"inproc:{tmp_path}", weights="native", mask="off", arithmetic="float") as client:
         head = next(group.id for group in client.connect().groups if "lm_head" in group.name)
