@@ -59,9 +59,7 @@ def check(checked: list[Path], root: Path = ROOT) -> list[str]:
         if not names:
             return []
         files = [str(Path(folder) / name) for name in names]
-        said, problem, code = api.run(
-            [*_LAX, "--config-file", str(ROOT / "pyproject.toml"), *(str(Path(folder) / name) for name in names)]
-        )
+        said, problem, code = api.run([*_LAX, "--config-file", str(ROOT / "pyproject.toml"), *files])
     found = [line for line in said.splitlines() if ": error: " in line]
     if code and not found:
         return [problem or said]
