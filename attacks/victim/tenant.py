@@ -5,6 +5,9 @@ names a provider in a line of JSON on standard input. The tenant writes the trut
 (adapter, token ids, batches) to a folder that adversaries do not get. The traffic under one mask begins with a few
 fine-tuning steps of a fresh adapter. After these, the private adapter is used for whole prompts without an answer, for
 prompts and questions answered token by token, and, if the job asks for it, for the passes of one training step.
+
+The victim sends the padding of its batches too, which the SDK leaves out. It is the worse case: many models have a zero
+embedding for padding, so adversaries know what stands under the mask there, and they know where each row of a batch is.
 """
 
 from __future__ import annotations
@@ -106,6 +109,23 @@ def main(job: Job, find_site: Callable[[], Site]) -> None:
         with TenantClient(f"inproc:{job.model}", mask="off", arithmetic="float", cache=cache, progress=False) as client:
             _train(client, job, adapter, job.train_steps, job.batch_size)
     site = find_site()
+    with _sending_padding():
+        _send(job, site, cache, adapter)
+
+
+@contextmanager
+def _sending_padding() -> Iterator[None]:
+    """Makes models send the padding of batches within the block."""
+    from tenant_sdk.model.padding import Padding
+
+    with mock.patch.object(Padding, "leave_out", lambda padding, model: None):
+        yield
+
+
+def _send(job: Job, site: Site, cache: Path, adapter: Path) -> None:
+    """Sends the traffic of every run."""
+    from tenant_sdk import TenantClient
+
     for run in site.runs:
         is_watched = job.watched and run.mask == "lattice"
         with _watched(job.truth / f"{run.label}-draws.json") if is_watched else nullcontext(), TenantClient(
