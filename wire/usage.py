@@ -3,7 +3,8 @@ provider counts all its tenants with it, and a tenant counts itself, so that the
 
 What both count is the same: a request counts once its reply is complete, with its rows and with the bytes of both
 payloads, packed as they cross. So neither headers and handshakes, nor the manifest and the bundle, nor requests that
-are refused, cancelled or too late count. A request that is sent again after a refusal counts once.
+are refused, cancelled or too late count. A request that is sent again after a refusal counts once. The provider alone also
+counts a request that the tenant gives up after a part of its reply has gone out (provider/net/requests.py).
 
 Guarantees: saved counts survive a crash, since the file is replaced as a whole, with mode 0600, and synced to disk.
 Processes that share a file add to the same counts. A file that cannot be read is an error, and does not count as empty.
