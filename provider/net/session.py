@@ -512,8 +512,8 @@ class Session:
         self._is_draining = True
 
     def end(self, code: WireCode) -> None:
-        """Sends the tenant an error code for the whole stream, drops all requests, and ends the stream. Replies that have
-        begun count, unless the provider ends the stream for a reason of its own."""
+        """Sends the tenant an error code for the whole stream, drops all requests, and ends the stream. Replies that
+        have begun count, unless the provider ends the stream for a reason of its own."""
         self._usage.failed(code)
         if code in _WHY_STREAM:
             self._refusals.add(self.tenant, _WHY_STREAM[code], stream=self.stream_id)
