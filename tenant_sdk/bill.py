@@ -9,8 +9,8 @@ within the provider's limits.
 
 Time is measured in parts and added up:
 - the provider and the link, by a probe: fresh random rows of the operating system, in the form of masked rows, of which
-  nothing depends on the data or the adapter: layers and counts follow from the manifest, directions from whether there
-  is training. They use no mask slot, and at most `PROBE_S`;
+  nothing depends on the data or the adapter: layers and counts follow from the manifest, and both directions are asked
+  for in a plan of a run, forward alone in one of answers. They use no mask slot, and at most `PROBE_S`;
 - the tenant's own layers, by one batch of the run's typical shape, of at most `MOST_TYPICAL_TOKENS`;
 - the encoding of rows and the decoding of replies;
 - masks and hints, by the speed at which this machine makes a throwaway block and multiplies. Masks are made while the
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -44,10 +45,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from transformers import PreTrainedModel
 
 from noise import sampling
@@ -271,18 +273,16 @@ class Bill:
             ConfigurationError: there is no such file, or it holds no plan.
         """
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            found["savings"] = tuple(Saving(**each) for each in found["savings"])
-            loaded = cls(**found)
-            if loaded.run and all(
-                isinstance(value, int | float | str | bool | tuple | None) for value in found.values()
-            ):
-                str(loaded), loaded.line()  # which formats each number
-                return loaded
-            raise TypeError
+            with Path(path).open("rb") as file:
+                data = file.read(_MOST_PLAN_BYTES + 1)
+            if len(data) > _MOST_PLAN_BYTES:
+                raise ValueError
+            found = dict(_plan_file().model_validate_json(data))
+            found["savings"] = tuple(Saving(**dict(each)) for each in found["savings"])
+            return cls(**found)
         except OSError as exc:
             raise ConfigurationError(f"the plan {path} cannot be read: {exc.strerror}") from exc
-        except (ValueError, TypeError, KeyError):  # `from None`: the text quotes the file
+        except ValueError:  # pydantic's too; `from None`: its text quotes the file
             raise ConfigurationError(f"{path} is no plan: expected a file of `tenant plan --out`") from None
 
     def check(self, manifest: str, run: str, mask: str, precision: str) -> None:
@@ -298,6 +298,42 @@ class Bill:
         ):
             if planned != now:
                 raise ConfigurationError(f"this is not the run of the plan: {what}; nothing was sent: plan it anew")
+
+
+_MOST_PLAN_BYTES = 1_000_000
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("expected text that can be printed")
+    return text
+
+
+_Text = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
+_PlanCount = Annotated[int, Field(ge=0, lt=2**63)]
+_Time = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+
+
+class _SavingFile(BaseModel):
+    """Is a `Saving` in a file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    setting: _Text
+    num_bytes: _PlanCount
+
+
+@functools.cache
+def _plan_file() -> type[BaseModel]:
+    """Returns the form of a plan's file: the fields of `Bill`, each within its bounds."""
+    forms: dict[Any, Any] = {
+        "int": _PlanCount, "float": _Time, "float | None": _Time | None, "str": _Text, "bool": bool,
+        "tuple[Saving, ...]": tuple[_SavingFile, ...],
+    }  # fmt: skip
+    fields: dict[str, Any] = {each.name: (forms[each.type], ...) for each in dataclasses.fields(Bill)}
+    fields["run"] = Annotated[_Text, Field(min_length=1)], ...
+    made: type[BaseModel] = create_model("_PlanFile", __config__=ConfigDict(strict=True, extra="forbid"), **fields)
+    return made
 
 
 def size(num_bytes: float) -> str:
@@ -685,7 +721,8 @@ class _Counter:
 
 @contextlib.contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Leaves the random states of Python, numpy and torch's CPU generator as they were."""
+    """Leaves the random states of Python, numpy and torch's CPU generator as they were. The generators of CUDA devices
+    are not kept: nothing here draws from them."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -951,18 +988,18 @@ class _Seconds:
 class _Probe:
     """Measures the provider, the link, and the encoding of rows here; see the module's docstring."""
 
-    def __init__(self, session: Session, wire: _Wire, keys: Sequence[_Key], probe_s: float) -> None:
+    def __init__(self, session: Session, wire: _Wire, directions: Sequence[Direction], probe_s: float) -> None:
         """Sends and times random rows, in rounds, until rounds take no less time or `probe_s` are over.
 
         Args:
             session, wire: the session.
-            keys: the groups and directions of the run. Only the directions count: all forms of the model are asked for
-                in each, by the first group that has it, so that a probe does not show what an adapter is on.
+            directions: all forms of the model are asked for in each, by the first group that has it, so that a probe
+                does not show what an adapter is on.
             probe_s: the most seconds.
         """
         self._wire, self._executor = wire, session.executor
         self._first: dict[_Form, _Key] = {}
-        for direction in sorted({direction for _, direction, _ in keys}):
+        for direction in directions:
             for group in wire.groups:
                 self._first.setdefault(self._form((group, direction, False)), (group, direction, False))
         widths = [self._widths(form) for form in self._first]
@@ -1160,7 +1197,8 @@ class Planner:
         wire = _Wire.of(self.session, self.folder)
         up, down, trips = wire.both(count.calls)
         keys = list(dict.fromkeys(key for key, _ in count.calls))
-        missing = wire.missing_hints(keys, (Direction.FORWARD, Direction.BACKWARD))
+        both = (Direction.FORWARD, Direction.BACKWARD)  # whatever the adapter needs
+        missing = wire.missing_hints(keys, both)
         hints = wire.hints(missing)
         bill = Bill(
             "finetune", count.steps, count.tokens, count.positions, up + hints[0], down + hints[1], trips + hints[2],
@@ -1171,7 +1209,7 @@ class Planner:
         )  # fmt: skip
         if bill.num_bytes < probe_from_bytes:
             return bill
-        return self._timed(bill, wire, count.calls, missing, count.tenant_s, probe_s)
+        return self._timed(bill, wire, count.calls, both, missing, count.tenant_s, probe_s)
 
     def briefly(self, prepared: Prepared, output_dir: Path) -> Bill | str:
         """Returns what a run will cost, with a brief probe or none; or a line that says why it does not."""
@@ -1219,7 +1257,7 @@ class Planner:
             savings=_savings(wire, self.session, calls, up + down),
             **self._about(),
         )  # fmt: skip
-        return self._timed(bill, wire, calls, missing, requests * tenant_s, probe_s)
+        return self._timed(bill, wire, calls, (Direction.FORWARD,), missing, requests * tenant_s, probe_s)
 
     def _about(self) -> dict[str, Any]:
         return {
@@ -1233,14 +1271,11 @@ class Planner:
         plan.check(run=prepared.run_id, **self._about())
 
     def _timed(
-        self, bill: Bill, wire: _Wire, calls: Mapping[tuple[_Key, int], int],
+        self, bill: Bill, wire: _Wire, calls: Mapping[tuple[_Key, int], int], directions: Sequence[Direction],
         missing: Sequence[tuple[GroupSpec, Direction]], tenant_s: float, probe_s: float,
     ) -> Bill:  # fmt: skip
-        keys = list(dict.fromkeys(key for key, _ in calls if not key[2]))
-        if not keys:
-            return dataclasses.replace(bill, seconds=tenant_s, tenant_s=tenant_s, local_seconds=tenant_s)
         with _same_random_numbers():
-            probe = _Probe(self.session, wire, keys, probe_s)
+            probe = _Probe(self.session, wire, directions, probe_s)
             provider_s, coding_s = probe.seconds(calls)
             mask_s, hint_s, base_s = _mask_s(wire, calls), probe.hint_s(missing), _local_s(wire, calls)
         both_s = provider_s + mask_s if self.is_on_this_host else max(provider_s, mask_s)

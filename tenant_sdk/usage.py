@@ -4,9 +4,10 @@ The count is in `usage.json` in the identity's folder. It has the form of the pr
 also says what is guaranteed), so a tenant can compare its provider's bill with it: requests, rows, tokens and bytes of
 a run are the same on both sides. Here they are split by kind of request and there by class of work.
 
-Not guaranteed: that the two agree about requests that were in flight when a stream broke, when a deadline passed or at
-midnight, or about the last minute before a process was killed. Without an identity nothing is kept: such a provider is
-in the same process, or keeps no accounts. The file is no secret, but says when the tenant worked, and how much.
+Not guaranteed: that the two agree about requests that were in flight when a stream broke, when they were cancelled,
+when a deadline passed or at midnight, or about the last minute before a process was killed. Without an identity nothing
+is kept: such a provider is in the same process, or keeps no accounts. The file is no secret, but says when the tenant
+worked, and how much.
 """
 
 from __future__ import annotations
@@ -27,7 +28,18 @@ from tenant_sdk.identity import issuer_of, read_endpoint, tenant_name
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, Unauthenticated
 from wire.transport.identity import TlsIdentity, load_identity
-from wire.usage import FILE_NAME, KINDS, NAME_PATTERN, Account, Usage, UsageBook, UsageCounter, read_usage_file, today
+from wire.usage import (
+    FILE_NAME,
+    KINDS,
+    NAME_PATTERN,
+    Account,
+    Usage,
+    UsageBook,
+    UsageCounter,
+    month_of,
+    read_usage_file,
+    today,
+)
 
 
 class UsageNotKeptWarning(UserWarning):
@@ -89,10 +101,10 @@ def status_of(folder: Path, day: date | None = None) -> dict[str, Any]:
     except Unauthenticated:  # It has expired, which is said below; the count is still of use.
         identity = TlsIdentity.read(folder)
     key, file, day = _key(identity), read_usage_file(folder / FILE_NAME), day or today()
-    account, month = file.tenants.get(key, Account()), f"{day:%Y-%m}"
+    account, month = file.tenants.get(key, Account()), month_of(day)
     this_month = account.months.get(month, Usage())
     for each, usage in account.days.items():
-        this_month = this_month.plus(usage) if f"{each:%Y-%m}" == month else this_month
+        this_month = this_month.plus(usage) if month_of(each) == month else this_month
     try:
         url: str | None = read_endpoint(folder)
     except ConfigurationError:

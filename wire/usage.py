@@ -3,7 +3,8 @@ provider counts all its tenants with it, and a tenant counts itself, so that the
 
 What both count is the same: a request counts once its reply is complete, with its rows and with the bytes of both
 payloads, packed as they cross. So neither headers and handshakes, nor the manifest and the bundle, nor requests that
-are refused, cancelled or too late count. A request that is sent again after a refusal counts once.
+are refused, cancelled or too late count. A request that is sent again after a refusal counts once. The provider alone
+also counts a request that the tenant gives up after a part of its reply has gone out (provider/net/requests.py).
 
 Guarantees: saved counts survive a crash, since the file is replaced as a whole, with mode 0600, and synced to disk.
 Processes that share a file add to the same counts. A file that cannot be read is an error, and does not count as empty.
@@ -19,6 +20,7 @@ counted may still be on their way. A day ends by the clock of the side that coun
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import threading
@@ -42,11 +44,16 @@ MOST_DAYS = 400
 """The most days of one tenant that are kept apart: those of a year, and the time to settle its last bill."""
 DAY_S = 86_400
 _EPOCH = date(1970, 1, 1)
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}( of [0-9a-f]{16})?$"
 """What names of accounts match: a tenant's name, at the tenant with the provider's authority."""
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-_Month = Annotated[str, Field(pattern=r"^[12]\d{3}-(0[1-9]|1[0-2])$")]
+_Day = Annotated[date, Field(ge=_EPOCH, lt=date(3000, 1, 1))]
+_Month = Annotated[str, Field(pattern=r"^(19[7-9]|2[0-9]{2})[0-9]-(0[1-9]|1[0-2])$")]
+"""A month that has days of `_Day`."""
+LOCK_S = 5.0
+"""The most seconds that a save waits for another save, here or in another process, so that closing does not hang."""
+_LOCK_LOOK_S = 0.02
 
 KINDS = ("forward", "backward", "effect", "hint")
 """The kinds of requests by which a tenant counts. A provider counts by class of work, which depends on all that it has
@@ -89,13 +96,14 @@ class Usage(BaseModel):
     tokens: dict[str, _Count] = Field(default_factory=dict)
     bytes_up: _Count = 0
     bytes_down: _Count = 0
-    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    seconds: float = Field(default=0.0, ge=0, le=1e12, allow_inf_nan=False)
     errors: dict[str, _Count] = Field(default_factory=dict)
 
     def plus(self, more: Usage, sign: int = 1) -> Usage:
         """Returns the sum of these totals and `more`. With sign -1, returns the difference; `more` must then hold
-        earlier totals of the same counts."""
-        return Usage(
+        earlier totals of the same counts. A sum may pass the bounds of what can be saved, which `UsageBook.save` and
+        `read_usage_file` check."""
+        return Usage.model_construct(
             requests=_sum(self.requests, more.requests, sign),
             rows=_sum(self.rows, more.rows, sign),
             tokens=_sum(self.tokens, more.tokens, sign),
@@ -116,6 +124,11 @@ def _sum(one: dict[str, int], other: dict[str, int], sign: int) -> dict[str, int
     return {name: one.get(name, 0) + sign * other.get(name, 0) for name in sorted({*one, *other})}
 
 
+def month_of(day: date) -> str:
+    """Returns the month of a day, such as "2026-07"."""
+    return day.isoformat()[:7]  # `strftime` does not pad years below 1000.
+
+
 class Account(BaseModel):
     """Holds all usage of one tenant.
 
@@ -129,7 +142,7 @@ class Account(BaseModel):
 
     before: Usage = Field(default_factory=Usage)
     months: dict[_Month, Usage] = Field(default_factory=dict)
-    days: dict[date, Usage] = Field(default_factory=dict)
+    days: dict[_Day, Usage] = Field(default_factory=dict)
 
     def total(self) -> Usage:
         """Returns the sum of all that was counted."""
@@ -140,7 +153,7 @@ class Account(BaseModel):
 
     def add(self, day: date, usage: Usage) -> None:
         """Adds what was counted on a day."""
-        month = f"{day:%Y-%m}"
+        month = month_of(day)
         if month in self.months:  # Its days were added up already.
             self.months[month] = self.months[month].plus(usage)
         else:
@@ -149,8 +162,8 @@ class Account(BaseModel):
     def fold(self) -> None:
         """Adds up the days of the oldest months until at most `MOST_DAYS` are left."""
         while len(self.days) > MOST_DAYS:
-            month = f"{min(self.days):%Y-%m}"
-            for day in [each for each in self.days if f"{each:%Y-%m}" == month]:
+            month = month_of(min(self.days))
+            for day in [each for each in self.days if month_of(each) == month]:
                 self.months[month] = self.months.get(month, Usage()).plus(self.days.pop(day))
 
 
@@ -174,7 +187,7 @@ class UsageFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     version: Literal[2]
-    since: date | None
+    since: _Day | None
     tenants: dict[_Name, Account]
 
 
@@ -370,23 +383,34 @@ class UsageBook:
 
     def save(self) -> bool:
         """Adds the counts since the last save to the file and returns True; if this fails, reports it and returns
-        False. Without a file, without new counts and in a forked child, does nothing and returns True."""
+        False. Without a file, without new counts and in a forked child, does nothing and returns True. Waits for other
+        saves for at most `LOCK_S`."""
         if self._path is None or os.getpid() != self._pid:
             return True
-        with self._saving:
-            try:
-                self._add_to(self._path)
-            except OSError as exc:
-                self.failed_saves += 1
-                self._failed(f"usage could not be written to {self._path}: {exc.strerror}")
-                return False
-            except ConfigurationError as exc:
-                self.failed_saves += 1
-                self._failed(f"usage could not be added to: {exc}")
-                return False
+        until = time.monotonic() + LOCK_S
+        if not self._saving.acquire(timeout=LOCK_S):
+            return self._not_saved(f"usage could not be written to {self._path}: the save before has not ended")
+        try:
+            self._add_to(self._path, until)
+        except OSError as exc:
+            return self._not_saved(f"usage could not be written to {self._path}: {exc.strerror}")
+        except ConfigurationError as exc:
+            return self._not_saved(f"usage could not be added to: {exc}")
+        except (ValidationError, ArithmeticError):  # pydantic's text quotes the account
+            return self._not_saved(
+                f"usage could not be added to {self._path}: a count or the day would be out of range; check the file "
+                "and this machine's clock"
+            )
+        finally:
+            self._saving.release()
         return True
 
-    def _add_to(self, path: Path) -> None:
+    def _not_saved(self, line: str) -> bool:
+        self.failed_saves += 1
+        self._failed(line)
+        return False
+
+    def _add_to(self, path: Path, until: float) -> None:
         counters = self._all()
         now = {name: counter.by_day() for name, counter in counters}
         new = [
@@ -396,7 +420,7 @@ class UsageBook:
             if not (more := usage.plus(self._saved.get(name, {}).get(day, Usage()), -1)).is_zero
         ]
         if new:
-            with _locked(path.with_suffix(".lock")):
+            with _locked(path.with_suffix(".lock"), until):
                 kept = self._kept if self._kept.is_of(path) else _Kept.read(path)
                 since = kept.since or _EPOCH + timedelta(days=min(day for _, day, _ in new))
                 accounts = dict(kept.accounts)
@@ -406,6 +430,7 @@ class UsageBook:
                         account.add(_EPOCH + timedelta(days=day), more)
                     account.fold()
                     accounts[name] = account.model_dump_json(exclude_defaults=True)
+                    Account.model_validate_json(accounts[name])  # What is written must be readable.
                 lines = ",\n".join(f'"{name}":{text}' for name, text in accounts.items())
                 _replace(path, f'{{"version":2,"since":"{since}","tenants":{{\n{lines}\n}}}}\n'.encode())
                 # This is set before the directory is synced: if the sync fails, the counts must not be added twice.
@@ -441,10 +466,18 @@ def today() -> date:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, until: float) -> Iterator[None]:
+    """Holds the lock of a file; raises OSError if another process holds it until a time of `time.monotonic`."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise OSError(errno.EAGAIN, f"another process has locked {path.name} for {LOCK_S:.0f} s") from None
+                time.sleep(_LOCK_LOOK_S)
         yield
     finally:
         os.close(fd)

@@ -312,7 +312,13 @@ def masks_and_effects(
     if secrets_hat.is_complex():
         error = draw((num_blocks, 2 * half, features))
         masks, effects = combine(matrix_hat, secrets_hat, error), product(columns, secrets_hat, parameters)
-        return masks, [packed(each) for each in effects] if packs_effects else effects
+        if not packs_effects:
+            return masks, effects
+        kept = []
+        for each in effects:
+            kept.append(packed(each))
+            each.zero_()  # It is as secret as what is kept, and its memory is used again.
+        return masks, kept
     masks, effects = (
         _output(num_blocks, 2 * half, features),
         _output(num_blocks, 2 * half, columns.features, packs_effects),

@@ -73,6 +73,8 @@ class Request:
         """The rows while the request is queued or computed; None before `complete` and after `end`."""
         self.reply: torch.Tensor | None = None
         """The whole reply while it waits to be sent."""
+        self.is_reply_begun = False
+        """True once the tenant may have a part of the reply; `RequestTable.begin_reply` sets it."""
         self._done = done
 
     def complete(self, rows: Rows) -> None:

@@ -10,6 +10,10 @@ ends, by a reply, an error, a cancel, its deadline or the end of the stream, bot
 that is computed at once uses the quota only.) The number of requests, and the bytes of requests and replies, are
 bounded. Nothing is admitted after `close`.
 
+What is counted as used: a request whose reply is complete, and one that the tenant gives up after it may have a part of
+the reply: by a cancel, by its own deadline, or by the end of its stream. Otherwise a tenant could read all but the last
+chunk and owe nothing. What the provider itself drops is not counted.
+
 Guarantees of the outbox: once a request is dropped from the table, for example by a cancel, no further chunk of its
 reply is sent. A request is dropped just before the last chunk of its reply is sent, so that its bytes are no longer in
 flight when the tenant has the chunk. A small reply never waits for more than one chunk of a large reply. Not
@@ -55,6 +59,7 @@ class RequestTable:
         admission: TenantAdmission,
         cancel: Callable[[Request], None],
         most_requests: int = MAX_REQUESTS,
+        given_up: Callable[[Request], object] = lambda request: None,
     ) -> None:
         """Makes an empty table of requests.
 
@@ -63,8 +68,9 @@ class RequestTable:
             admission: the tenant's quota, which all streams of the tenant share.
             cancel: called to take a request out of the executor.
             most_requests: the most requests in flight.
+            given_up: called once with each request that the tenant gives up after `begin_reply`.
         """
-        self._max_bytes, self._most_requests = max_in_flight_bytes, most_requests
+        self._max_bytes, self._most_requests, self._given_up = max_in_flight_bytes, most_requests, given_up
         self._admission, self._cancel = admission, cancel
         self._lock = threading.Lock()
         self._requests: dict[int, Request] = {}
@@ -146,6 +152,15 @@ class RequestTable:
         """Returns whether this request object is still in flight; another request with the same id does not count."""
         return self._requests.get(request.header.request_id) is request
 
+    def begin_reply(self, request: Request) -> bool:
+        """Notes that the tenant is about to get a part of a reply. Returns False if the request is no longer in flight;
+        then nothing must be sent of it."""
+        with self._lock:
+            if not self.has(request):
+                return False
+            request.is_reply_begun = True
+            return True
+
     def expired(self, now: float) -> list[int]:
         with self._lock:
             return [number for number, request in self._requests.items() if now >= request.expires_s]
@@ -163,13 +178,14 @@ class RequestTable:
 
     # ---- forgetting -------------------------------------------------------------------------------------------------
 
-    def forget(self, request_id: int, then: Callable[[], object] | None = None) -> bool:
+    def forget(self, request_id: int, then: Callable[[], object] | None = None, by_tenant: bool = False) -> bool:
         """Drops a request with its reply, takes it out of the executor, and releases its quota.
 
         Args:
             request_id: the id of the request.
             then: called under the lock if the request was in the table, so that a thread that finds no request with
                 this id also sees the effect of `then`.
+            by_tenant: whether the tenant gives the request up, so that it counts if its reply has begun.
 
         Returns:
             True if the request was dropped; False if the table has no such request.
@@ -183,6 +199,8 @@ class RequestTable:
                 then()
         self._admission.release(request.request_class, request.header.rows, request.held_bytes)
         request.reply = None
+        if by_tenant and request.is_reply_begun:
+            self._given_up(request)
         if request.rows is not None:  # It is queued, or computed.
             self._cancel(request)
         return True
@@ -194,13 +212,23 @@ class RequestTable:
         for number in unfinished:
             self.forget(number)
 
-    def close(self) -> None:
-        """Drops all requests, and refuses further requests. Any thread may call this, even repeatedly."""
+    def close(self, by_tenant: bool = True) -> None:
+        """Drops all requests, and refuses further requests. Any thread may call this, even repeatedly.
+
+        Args:
+            by_tenant: see `forget`.
+        """
         with self._lock:
             self.is_closed = True  # This is set under the lock, so that no request is admitted afterwards.
             numbers = list(self._requests)
         for number in numbers:
-            self.forget(number)
+            self.forget(number, by_tenant=by_tenant)
+
+
+def count_reply(usage: UsageCounter, request: Request) -> None:
+    """Counts a request as answered."""
+    asked = request.header
+    usage.answered(request.request_class, asked.call, asked.rows, asked.total_bytes, request.reply_bytes)
 
 
 def error_frame(request_id: int, error: VeilbaseError) -> bytes:
@@ -348,7 +376,7 @@ class Outbox:
         del reply  # The bytes keep its memory if they lie there, and packed bytes need it no more.
         for message in frame.frames(self._header(request), data):
             left -= len(message) - frame.HEADER_BYTES
-            if not self._table.has(request):
+            if not self._table.begin_reply(request):
                 return
             # The request is forgotten before the last chunk is sent, so that the tenant can send another request as
             # soon as it has that chunk.
@@ -358,11 +386,10 @@ class Outbox:
 
     def _is_answered(self, request: Request) -> bool:
         """Drops a request whose last frame is to be sent, and counts it. Returns False if it was dropped already, so
-        that the tenant never gets its reply: then it does not count."""
+        that the tenant never gets its whole reply: then it counts only if the tenant gave it up; see `RequestTable`."""
         if not self._table.forget(request.header.request_id):
             return False
-        asked = request.header
-        self._usage.answered(request.request_class, asked.call, asked.rows, asked.total_bytes, request.reply_bytes)
+        count_reply(self._usage, request)
         return True
 
     def _header(self, request: Request) -> Header:

@@ -20,6 +20,7 @@ revoked; and `close`. The table of requests has the only lock. Any thread may as
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import time
@@ -32,7 +33,7 @@ from provider.engine.executor import FAILED, Computes
 from provider.engine.request import Outcome, Request
 from provider.identity.revocations import RegistryUnreadable
 from provider.net.admission import UNREADABLE, TenantAdmission
-from provider.net.requests import MAX_REQUESTS, Outbox, RequestTable, error_frame
+from provider.net.requests import MAX_REQUESTS, Outbox, RequestTable, count_reply, error_frame
 from provider.net.windows import Window
 from provider.operations.logs import RefusalLog
 from provider.schedule.ticket import RequestClass
@@ -110,6 +111,8 @@ class ServiceStatus:
     is_draining: bool
 
 
+_PROVIDERS_OWN = {WireCode.INTERNAL, WireCode.UNAVAILABLE, WireCode.UNAUTHENTICATED, WireCode.NOT_PERMITTED}
+"""The codes with which the provider ends a stream for a reason of its own. Other codes are the tenant's doing."""
 INLINE_ROWS = 8
 """The most rows of a decode request that the receiving thread computes itself, if `Executor.compute_here` finds a
 replica for it. A decode step has four calls per block of the model, and in each call a change of threads would cost
@@ -198,7 +201,9 @@ class Session:
         self._limits, self._usage = limits, usage
         self._check, self._executor, self._refusal = check, executor, refusal
         self._hang_up = hang_up
-        self._table = RequestTable(limits.max_in_flight_bytes, admission, executor.cancel, MAX_REQUESTS)
+        self._table = RequestTable(
+            limits.max_in_flight_bytes, admission, executor.cancel, MAX_REQUESTS, functools.partial(count_reply, usage)
+        )
         self._outbox = Outbox(self._table, usage, MAX_REQUESTS)
         self._highest_id = 0
         self._has_greeted = self._is_draining = False
@@ -237,7 +242,7 @@ class Session:
         elif header.kind is FrameType.REQUEST:
             self._take_request(header, payload)
         elif header.kind is FrameType.CANCEL:
-            self._table.forget(header.request_id)
+            self._table.forget(header.request_id, by_tenant=True)
         else:
             raise MalformedFrame("the tenant sent a frame that only providers send, or a second HELLO")
 
@@ -431,9 +436,9 @@ class Session:
             self._outbox.put_reply(request, outcome)
 
     def _answer_in_window(self, request: Request, area: Area, reply: torch.Tensor) -> None:
-        header, size, window = request.header, request.reply_bytes, self._window
-        if window is None:
-            return  # The stream has ended.
+        header, window = request.header, self._window
+        if window is None or not self._table.begin_reply(request):  # The tenant may read what is being written.
+            return  # The stream has ended, or the request.
         try:
             window.put(area, widths.rounded(reply, header.call.reply_bits))
         except RuntimeError as exc:
@@ -442,7 +447,7 @@ class Session:
             return
         last = frame.reply_in_window(header, request.reply_cols)
         if self._table.forget(header.request_id, then=lambda: self._outbox.append(last)):
-            self._usage.answered(request.request_class, header.call, header.rows, header.total_bytes, size)
+            count_reply(self._usage, request)
             self._outbox.notify()
 
     # ---- faults and ends --------------------------------------------------------------------------------------------
@@ -456,7 +461,9 @@ class Session:
         last = error_frame(request_id, error)
         if not is_admitted:
             self._outbox.append(last)
-        elif not self._table.forget(request_id, then=lambda: self._outbox.append(last)):
+        elif not self._table.forget(
+            request_id, then=lambda: self._outbox.append(last), by_tenant=code is WireCode.DEADLINE
+        ):
             return
         self._usage.failed(code)
         self._log_refusal(request_id, error, code)
@@ -505,16 +512,21 @@ class Session:
         self._is_draining = True
 
     def end(self, code: WireCode) -> None:
-        """Sends the tenant an error code for the whole stream, drops all requests, and ends the stream."""
+        """Sends the tenant an error code for the whole stream, drops all requests, and ends the stream. Replies that
+        have begun count, unless the provider ends the stream for a reason of its own."""
         self._usage.failed(code)
         if code in _WHY_STREAM:
             self._refusals.add(self.tenant, _WHY_STREAM[code], stream=self.stream_id)
         self._outbox.append(Header(FrameType.ERROR, 0, code=code).pack())
-        self.close()
+        self._close(by_tenant=code not in _PROVIDERS_OWN)
 
     def close(self) -> None:
-        """Drops all requests and ends the stream. Any thread may call this, even repeatedly."""
-        self._table.close()
+        """Drops all requests and ends the stream, since the tenant has left. Any thread may call this, even
+        repeatedly."""
+        self._close(by_tenant=True)
+
+    def _close(self, by_tenant: bool) -> None:
+        self._table.close(by_tenant)
         self._outbox.end()
         self._window = None  # Requests still refer to this session, and would keep a GPU's memory mapped.
 

@@ -23,7 +23,7 @@ from noise.masks.lattice import Lattice
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
-from tenant_sdk import Bill, TenantClient, cli
+from tenant_sdk import Bill, TenantClient, bill, cli
 from tenant_sdk.bill import PROBE_ROWS, Planner, Saving
 from tenant_sdk.endpoint.command import serve_command
 from tenant_sdk.endpoint.settings import EndpointSettings
@@ -38,6 +38,7 @@ from wire.limits import Limits
 from wire.payload import Payload
 
 QUICKER: dict[str, Any] = {**QUICK, "max_steps": 3}
+PLAN = Bill("finetune", 1, 2, 3, 4, 5, 6, seconds=1.5, savings=(Saving("another precision", 7),), run="a run")
 PAIRS = [
     {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     for prompt, chosen, rejected in (
@@ -263,8 +264,20 @@ def test_no_slot_of_a_mask_is_used(provider: ScriptedProvider, monkeypatch: pyte
         assert not list((tmp_path / "cache").glob("hints/*/*"))
 
 
-def test_the_probe_asks_backward_only_where_the_run_does(provider: ScriptedProvider) -> None:
+def test_the_probes_directions_do_not_depend_on_the_adapter(
+    provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = bill._count
+
+    def count_forward(*given: Any) -> Any:
+        made = count(*given)
+        return replace(made, calls=Counter({call: n for call, n in made.calls.items() if call[0][1].name == "FORWARD"}))
+
+    monkeypatch.setattr(bill, "_count", count_forward)
     with provider.client(mask="off") as client:
+        provider.forget_calls()
+        client.plan(ROWS, lora(), **QUICKER)
+        assert {direction for _, direction, *_ in asked(provider)} == {"forward", "backward"}
         provider.forget_calls()
         client.plan_tokens(3, 4)
         assert {direction for _, direction, *_ in asked(provider)} == {"forward"}
@@ -394,7 +407,21 @@ def test_a_plan_of_a_provider_that_changed_since(tmp_path: Path) -> None:
         assert provider.calls == []
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"savings": []}', '{"savings": 3}', "\x00"])
+@pytest.mark.parametrize(
+    "content",
+    ids=range(9),
+    argvalues=[
+        "",
+        "[]",
+        "{}",
+        '{"savings": []}',
+        '{"savings": 3}',
+        "\x00",
+        "[" * 100_000,
+        '{"run":' * 100_000,
+        PLAN.to_json() + " " * 10**6,
+    ],
+)
 def test_a_file_that_is_no_plan(tmp_path: Path, content: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)
@@ -411,6 +438,28 @@ def test_a_plan_with_a_number_that_is_none(provider: ScriptedProvider, tmp_path:
     path.write_text(json.dumps({**json.loads(path.read_text()), "bytes_up": "many"}))
     with pytest.raises(ConfigurationError, match="is no plan"):
         Bill.load(path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"bytes_up": 10**400}, {"bytes_up": 2**63}, {"steps": -1}, {"steps": True}, {"steps": 1.5}, {"steps": "1"},
+        {"steps": None}, {"seconds": float("nan")}, {"seconds": float("inf")}, {"seconds": -1.0}, {"seconds": 10**400},
+        {"provider_s": None}, {"mask": "\x1b[2J"}, {"mask": "a\nb"}, {"mask": 3}, {"mask": "m" * 1001}, {"run": ""},
+        {"is_exact": 1}, {"other": 1}, {"savings": [{"setting": "\x1b", "num_bytes": 1}]},
+        {"savings": [{"setting": "s", "num_bytes": -1}]}, {"savings": [{"setting": "s", "num_bytes": 1, "more": 1}]},
+        {"savings": {}},
+    ],
+    ids=lambda changed: str(changed)[:20].encode("unicode_escape").decode(),
+)  # fmt: skip
+def test_a_hostile_plan_is_told_in_one_line(tmp_path: Path, changed: dict[str, Any]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(PLAN.to_json())))
+    assert Bill.load(path) == PLAN
+    path.write_text(json.dumps({**json.loads(PLAN.to_json()), **changed}))
+    with pytest.raises(ConfigurationError, match=r"is no plan: expected a file of `tenant plan --out`") as caught:
+        Bill.load(path)
+    assert str(caught.value).isprintable()
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tests.support.compiled_kernels import compiled_and_torch, needs_products
 from wire.errors import InvalidTensor, MaskOverflow
 from wire.ring import coding, kernels
 from wire.ring.quantise import INT8_MAX, max_norms, quantise
+from wire.ring.widths import pack_effect
 
 LIMIT = 2**31
 LARGEST = float(np.finfo(np.float32).max)
@@ -311,3 +312,16 @@ def test_scales_that_do_not_fit_are_refused(alpha: torch.Tensor) -> None:
         kernels.encode(torch.ones(2, 3), alpha, 1000.0, 1e-30, torch.empty(2, 3, dtype=torch.int32))
     with pytest.raises(InvalidTensor):
         kernels.decode(torch.ones(2, 3, dtype=torch.int32), None, torch.ones(2, 1), alpha)
+
+
+def test_a_whole_effect_does_not_outlive_its_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would unmask the row, and its memory is used again."""
+    seen, unpacked = list[torch.Tensor](), coding.unpacked_effect
+    monkeypatch.setattr(coding.kernels, "available", lambda: False)
+    monkeypatch.setattr(coding, "unpacked_effect", lambda packed: seen.append(unpacked(packed)) or seen[-1])
+    effect = torch.tensor([[256, -512, 1024]], dtype=torch.int32)
+    found = coding.decode(
+        effect + 3, torch.ones(1, 1), effect=pack_effect(effect, torch.empty(1, 9, dtype=torch.uint8))
+    )
+    assert found.tolist() == [[3.0, 3.0, 3.0]]
+    assert [int(each.count_nonzero()) for each in seen] == [0]

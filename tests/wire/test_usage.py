@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import threading
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -11,7 +13,18 @@ import pytest
 
 from wire.call import Arithmetic, Call, Direction, Purpose
 from wire.errors import ConfigurationError, WireCode
-from wire.usage import DAY_S, KINDS, MOST_DAYS, Account, Usage, UsageBook, kind_of, num_tokens, read_usage_file
+from wire.usage import (
+    DAY_S,
+    KINDS,
+    MOST_DAYS,
+    Account,
+    Usage,
+    UsageBook,
+    kind_of,
+    month_of,
+    num_tokens,
+    read_usage_file,
+)
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 NOON = 20_000.5 * DAY_S
@@ -127,13 +140,69 @@ def test_a_file_without_days_is_read_without_loss(tmp_path: Path, book: UsageBoo
 @pytest.mark.parametrize(
     "account",
     ['{"days": {"2024-13-01": {}}}', '{"days": {"x": {}}}', '{"months": {"2024-1": {}}}', '{"others": 1}',
-     '{"before": {"tokens": {"a": -1}}}'],
+     '{"before": {"tokens": {"a": -1}}}', '{"days": {"0999-12-31": {}}}', '{"days": {"1969-12-31": {}}}',
+     '{"days": {"3000-01-01": {}}}', '{"months": {"1969-12": {}}}', '{"months": {"3000-01": {}}}',
+     '{"months": {"202\u0664-01": {}}}',
+     f'{{"before": {{"bytes_up": {2**63}}}}}', f'{{"before": {{"rows": {{"a": {10**400}}}}}}}',
+     '{"before": {"seconds": 1.1e12}}', '{"before": {"seconds": 1e999}}', '{"before": {"seconds": NaN}}'],
 )  # fmt: skip
 def test_a_file_with_days_that_cannot_be_read_is_no_empty_account(tmp_path: Path, account: str) -> None:
     path = tmp_path / "usage.json"
     path.write_text(f'{{"version": 2, "since": null, "tenants": {{"acme": {account}}}}}')
     with pytest.raises(ConfigurationError, match="cannot be read as usage"):
         read_usage_file(path)
+
+
+def test_a_month_is_padded_as_it_is_read() -> None:
+    account = Account()
+    account.add(date(999, 1, 1), Usage())
+    assert month_of(date(999, 1, 1)) == "0999-01"
+
+
+@pytest.mark.parametrize("now", [-DAY_S, 1e11, 1e300], ids=["before 1970", "year 5138", "no date"])
+def test_a_clock_that_is_far_off_writes_nothing_that_cannot_be_read(tmp_path: Path, clock: Clock, now: float) -> None:
+    lines: list[str] = []
+    book = UsageBook(tmp_path / "usage.json", KINDS, lines.append, clock)
+    work(book)
+    assert book.save()
+    clock.now = now
+    work(book)
+    assert not book.save()
+    assert "out of range; check the file and this machine's clock" in lines[0]
+    assert rows_by_day(tmp_path / "usage.json") == {FIRST: 1}
+
+
+def test_a_sum_that_is_out_of_range_is_said_and_written_to_no_file(tmp_path: Path, clock: Clock) -> None:
+    path, lines = tmp_path / "usage.json", list[str]()
+    day = {"requests": {"forward": 1}, "rows": {"forward": 1}, "bytes_up": 2**63 - 1, "seconds": 1e12}
+    path.write_text(json.dumps({"version": 2, "since": str(FIRST), "tenants": {"acme": {
+        "before": day, "days": {str(FIRST): day}}}}))  # fmt: skip
+    before = path.read_bytes()
+    assert read_usage_file(path).tenants["acme"].total().bytes_up == 2**64 - 2
+    book = UsageBook(path, KINDS, lines.append, clock)
+    work(book)
+    assert not book.save()
+    assert (len(lines), book.failed_saves, path.read_bytes()) == (1, 1, before)
+    assert "\n" not in lines[0]
+
+
+def test_a_lock_that_is_held_does_not_hang_the_end(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wire.usage.LOCK_S", 0.1)
+    lines: list[str] = []
+    book = UsageBook(tmp_path / "usage.json", KINDS, lines.append, clock)
+    work(book)
+    with (tmp_path / "usage.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        ending = threading.Thread(target=book.close, daemon=True)
+        ending.start()
+        ending.join(5)
+        assert not ending.is_alive()
+    assert len(lines) == 1
+    assert "another process has locked usage.lock" in lines[0]
+    assert book.save()
+    assert rows_by_day(tmp_path / "usage.json") == {FIRST: 1}
 
 
 def test_nothing_new_is_not_written(tmp_path: Path, book: UsageBook) -> None:

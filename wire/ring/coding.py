@@ -154,10 +154,10 @@ def decode(
         return kernels.decode(reply, effect, beta, alpha)
     if effect is not None and effect.dtype == torch.uint8:
         whole = unpacked_effect(effect)
-        product = decode(reply, beta, alpha, whole)
-        if not whole.is_cpu:
-            whole.zero_()  # A device's memory may come to another process.
-        return product
+        try:
+            return decode(reply, beta, alpha, whole)
+        finally:
+            whole.zero_()  # It would unmask the rows, and its memory is used again, on a device by other processes.
     if reply.is_cuda and codec_triton.is_usable(reply.device):
         return codec_triton.decode(reply, beta, alpha, effect)
     if effect is not None:

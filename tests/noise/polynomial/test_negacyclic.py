@@ -216,6 +216,21 @@ def test_packed_effects_are_the_effects_rounded(features: int) -> None:
     assert torch.equal(torch.stack(list(masks)), reference_product(matrix, secrets) + 1)
 
 
+def test_whole_effects_do_not_outlive_their_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, seen, packed = toy(16, 2), list[torch.Tensor](), negacyclic.packed
+    monkeypatch.setattr(negacyclic.kernels, "available", lambda: False)
+    monkeypatch.setattr(negacyclic, "packed", lambda whole: seen.append(whole) or packed(whole))
+    matrix, hint = random_matrix(parameters, 7), random_matrix(parameters, 5)
+    hats = transform(matrix, parameters), secret_transform(random_secrets(parameters, 3))
+
+    def draw(shape: Any) -> torch.Tensor:
+        return torch.ones(tuple(shape), dtype=torch.int16)
+
+    _, effects = negacyclic.masks_and_effects(*hats, hint, draw, parameters, packs_effects=True)
+    assert all(each.count_nonzero() for each in effects)
+    assert [int(each.count_nonzero()) for each in seen] == [0, 0, 0]
+
+
 def test_a_slice_of_the_transforms_serves_a_narrower_layer() -> None:
     parameters = toy(64, 2)
     matrix, secrets = random_matrix(parameters, 40), random_secrets(parameters, 2)

@@ -3,12 +3,14 @@ requests, and then the end."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from provider.engine.request import Request
 from provider.net.admission import Admission
-from provider.net.requests import Outbox, RequestTable
+from provider.net.requests import Outbox, RequestTable, count_reply
 from provider.operations.usage import CLASSES, UsageCounter
 from provider.schedule.ticket import RequestClass
 from wire import frame
@@ -26,8 +28,10 @@ class Stream:
     """Holds an outbox with its request table, and counts its notifications."""
 
     def __init__(self) -> None:
-        self.table = RequestTable(1 << 30, Admission().of("acme"), lambda request: None)
         self.usage = UsageCounter(CLASSES)
+        self.table = RequestTable(
+            1 << 30, Admission().of("acme"), lambda request: None, given_up=partial(count_reply, self.usage)
+        )
         self.outbox = Outbox(self.table, self.usage, most_waiting=4)
         self.num_notices = 0
         self.outbox.notify = self._note
@@ -149,7 +153,43 @@ def test_what_is_forgotten_half_sent_stops_there(stream: Stream) -> None:
     stream.table.forget(1)
     assert stream.taken() == []
     assert stream.outbox.is_empty
-    assert stream.usage.total().bytes_down == 0  # the tenant never gets this reply, and must not pay for it
+    assert stream.usage.total().bytes_down == 0  # the provider dropped it, so the tenant must not pay for it
+
+
+@pytest.mark.parametrize("give_up", ["cancel", "end of the stream"])
+@pytest.mark.parametrize("num_chunks", [0, 1, 2])
+def test_what_the_tenant_gives_up_counts_once_a_chunk_has_gone_out(
+    stream: Stream, num_chunks: int, give_up: str
+) -> None:
+    """Otherwise a tenant could read all but the last chunk of each reply and owe nothing."""
+    stream.answer(1, 3 * CHUNK_ROWS)
+    for _ in range(num_chunks):
+        stream.take()
+    for _ in range(2):
+        if give_up == "cancel":
+            stream.table.forget(1, by_tenant=True)
+        else:
+            stream.table.close()
+    assert stream.taken() == []
+    total, is_counted = stream.usage.total(), bool(num_chunks)
+    assert (total.requests["decode"], total.rows["decode"]) == (is_counted, is_counted * 3 * CHUNK_ROWS)
+    assert total.bytes_down == is_counted * 3 * CHUNK_BYTES
+
+
+def test_what_the_provider_ends_does_not_count(stream: Stream) -> None:
+    stream.answer(1, 3 * CHUNK_ROWS)
+    stream.take()
+    stream.table.close(by_tenant=False)
+    stream.table.close()  # the carrier closes the session once more
+    assert stream.usage.total().requests["decode"] == 0
+
+
+def test_a_complete_reply_counts_once(stream: Stream) -> None:
+    stream.answer(1, 3 * CHUNK_ROWS)
+    assert len(stream.taken()) == 3
+    stream.table.forget(1, by_tenant=True)
+    stream.table.close()
+    assert stream.usage.total().requests["decode"] == 1
 
 
 def test_too_many_that_wait_are_noticed(stream: Stream) -> None:

@@ -559,3 +559,54 @@ def test_a_session_is_watched_by_one_callback(stream: Stream) -> None:
     assert len(notices) == 2
     stream.session.close()
     assert len(notices) == 3
+
+
+# ---- what counts as used --------------------------------------------------------------------------------------------
+
+
+def _cancel(stream: Stream) -> None:
+    stream.session.receive(Header(FrameType.CANCEL, 1).pack())
+
+
+def _expire(stream: Stream) -> None:
+    stream.session.sweep(time.monotonic() + 31)
+
+
+def _misuse(stream: Stream) -> None:
+    stream.session.receive(b"no frame")
+
+
+def _revoke(stream: Stream) -> None:
+    stream.refusal = lambda: WireCode.UNAUTHENTICATED
+    stream.session.sweep(time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("end", "is_counted"),
+    [
+        (_cancel, True),
+        (_expire, True),
+        (_misuse, True),
+        (lambda stream: stream.session.close(), True),
+        (lambda stream: stream.session.end(WireCode.QUOTA), True),
+        (_revoke, False),
+        (lambda stream: stream.session.end(WireCode.UNAVAILABLE), False),
+        (lambda stream: stream.session.end(WireCode.INTERNAL), False),
+    ],
+    ids=["cancel", "deadline", "misuse", "disconnected", "does not read", "revoked", "shutdown", "fault"],
+)
+def test_a_half_sent_reply_counts_unless_the_provider_ends_it(
+    stream: Stream, end: Callable[[Stream], object], is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant that reads most of a reply and then gives it up owes it."""
+    for module in ("wire.frame", "provider.net.requests"):
+        monkeypatch.setattr(f"{module}.CHUNK_BYTES", 64)
+    stream.ask(1)
+    stream.desk.requests[-1].done(torch.zeros(20, REPLY_COLS, dtype=torch.int32))
+    assert stream.session.next_frame() is not None
+    assert stream.session.status().num_half_sent == 1
+    end(stream)
+    stream.session.close()
+    total = stream.usage.total()
+    assert sum(total.requests.values()) == is_counted
+    assert total.bytes_down == is_counted * 20 * REPLY_COLS * 4

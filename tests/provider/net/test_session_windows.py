@@ -126,6 +126,21 @@ def test_a_request_that_expires_while_its_reply_is_written(stream: Stream, monke
     assert stream.frames() == [(FrameType.ERROR, 1, WireCode.DEADLINE)]
 
 
+def test_a_reply_that_is_read_in_the_window_and_cancelled_counts(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, put = stream.ask(1), stream.window.put
+
+    def put_and_cancel(*given: Any) -> None:
+        put(*given)
+        stream.session.receive(Header(FrameType.CANCEL, 1).pack())
+
+    monkeypatch.setattr(stream.window, "put", put_and_cancel)
+    request.done(reply_of(6))
+    assert (stream.written(), stream.frames()) == ([6], [])
+    assert sum(stream.usage.total().requests.values()) == 1
+
+
 def test_an_error_of_the_product(stream: Stream) -> None:
     stream.ask(1).done(RemoteFault("x"))
     assert stream.frames() == [(FrameType.ERROR, 1, WireCode.INTERNAL)]
