@@ -216,7 +216,7 @@ class Bill:
 
     def _tokens(self) -> str:
         steps = "step" if self.steps == 1 else "steps"
-        return f"{self.tokens:,} in {self.steps:,} {steps} ({self.positions:,} through the model)"
+        return f"{self.tokens:,} in {self.steps:,} {steps} ({self.positions:,} with padding and evaluations)"
 
     def _traffic(self) -> str:
         about = "" if self.is_exact else "about "

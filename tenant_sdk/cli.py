@@ -270,7 +270,9 @@ def plan(
     price_per_gb: Annotated[
         float, typer.Option(help="Price of 10^9 bytes sent or received.", min=0, show_default=False)
     ] = 0.0,
-    price_per_hour: Annotated[float, typer.Option(help="Price of an hour.", min=0, show_default=False)] = 0.0,
+    price_per_hour: Annotated[
+        float, typer.Option(help="Price of an hour of the whole run.", min=0, show_default=False)
+    ] = 0.0,
 ) -> None:
     """Tell what `tenant finetune` would cost, before anything of the data is sent."""
     if out is not None and not out.absolute().parent.is_dir():

@@ -323,7 +323,5 @@ def given_day(option: str, text: str | None) -> date | None:
 def given_period(text: str) -> str:
     """Returns the period that --by names; raises ConfigurationError if it names none."""
     if text not in PERIODS:
-        raise ConfigurationError(
-            f"--by: expected day, month or total, got {text[:40]!a}: {instead(text, PERIODS, '--help')}"
-        )
+        raise ConfigurationError(f"--by: {text[:40]!a} is no period: {instead(text, PERIODS, '--help')}")
     return text

@@ -82,16 +82,16 @@ def plan_command(
         per_gb, per_hour: prices; 0 for none.
     """
     bill = client.plan(recipe.data, peft_config_of(recipe), **recipe.given())
-    if out is not None:
-        bill.save(out)
     price = bill.price(per_gb, per_hour)
     if as_json:
         echo(json.dumps({**json.loads(bill.to_json()), "price": price}, indent=1))
-        return
-    echo(str(bill))
-    if per_gb or per_hour:
-        parts = f"{bill.num_bytes / 1e9:.3g} GB at {per_gb:g}, {(bill.seconds or 0) / 3600:.3g} h at {per_hour:g}"
-        echo(f"price    {price:.4g} ({parts})")
+    else:
+        echo(str(bill))
+        if per_gb or per_hour:
+            parts = f"{bill.num_bytes / 1e9:.3g} GB at {per_gb:g}, {(bill.seconds or 0) / 3600:.3g} h at {per_hour:g}"
+            echo(f"price    {price:.4g} ({parts})")
+    if out is not None:  # last, so that what was worked out is shown even where it cannot be written
+        bill.save(out)
 
 
 def _summary(result: FinetuneResult) -> str:

@@ -334,7 +334,7 @@ def test_price_lists_that_cannot_be_used(state: Path, tmp_path: Path, text: str 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--by", "week"], "expected day, month or total"), (["--by", "dya"], "the nearest is day"),
+        (["--by", "week"], "is no period: there are day, month, total"), (["--by", "dya"], "the nearest is day"),
         (["--since", "yesterday"], "--since: expected a day"), (["--until", "2026-02-30"], "--until: expected a day"),
         (["--until", "20260201"], "--until: expected a day"),
         (["--since", "2026-07-02", "--until", "2026-07-01"], "expected --since before --until"),
