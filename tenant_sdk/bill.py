@@ -733,7 +733,7 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 @own_accelerate_state()
-def _count(
+def count_calls(
     session: PlannedSession, prepared: Prepared, arithmetic: Arithmetic, output_dir: Path, count_s: float, typical: int
 ) -> _Count:
     """Counts the calls of a run."""
@@ -1193,7 +1193,7 @@ class Planner:
             probe_from_bytes: a run of fewer bytes is not probed, and has no time.
         """
         scheme = self.session.scheme
-        count = _count(self.client, prepared, scheme.arithmetic, output_dir, count_s, typical_tokens)
+        count = count_calls(self.client, prepared, scheme.arithmetic, output_dir, count_s, typical_tokens)
         wire = _Wire.of(self.session, self.folder)
         up, down, trips = wire.both(count.calls)
         keys = list(dict.fromkeys(key for key, _ in count.calls))

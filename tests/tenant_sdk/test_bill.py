@@ -267,13 +267,13 @@ def test_no_slot_of_a_mask_is_used(provider: ScriptedProvider, monkeypatch: pyte
 def test_the_probes_directions_do_not_depend_on_the_adapter(
     provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = bill._count
+    count = bill.count_calls
 
     def count_forward(*given: Any) -> Any:
         made = count(*given)
         return replace(made, calls=Counter({call: n for call, n in made.calls.items() if call[0][1].name == "FORWARD"}))
 
-    monkeypatch.setattr(bill, "_count", count_forward)
+    monkeypatch.setattr(bill, "count_calls", count_forward)
     with provider.client(mask="off") as client:
         provider.forget_calls()
         client.plan(ROWS, lora(), **QUICKER)
