@@ -19,7 +19,6 @@ counted may still be on their way. A day ends by the clock of the side that coun
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -35,6 +34,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from runtime.files import create_file, sync_directory
 from wire.call import Call, Direction, Purpose
 from wire.errors import ConfigurationError, WireCode, os_cause
 
@@ -435,7 +435,7 @@ class UsageBook:
                 _replace(path, f'{{"version":2,"since":"{since}","tenants":{{\n{lines}\n}}}}\n'.encode())
                 # This is set before the directory is synced: if the sync fails, the counts must not be added twice.
                 self._saved, self._kept = now, _Kept(_signature(path), since, accounts)
-            _sync_folder(path.parent)
+            sync_directory(path.parent)
         for name, counter in counters:
             for day in counter.settle(self._saved.get(name, {})):
                 del self._saved[name][day]
@@ -488,26 +488,3 @@ def _replace(path: Path, data: bytes) -> None:
     new.unlink(missing_ok=True)
     create_file(new, data)
     new.replace(path)
-
-
-def create_file(path: Path, data: bytes) -> None:
-    """Writes a new file of mode 0600 to disk; leaves none behind if this fails."""
-    # The file is created with its final mode, so it is never readable by more users, whatever the umask is.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

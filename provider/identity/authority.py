@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from runtime.files import create_file, sync_directory
 from wire.errors import AccessError, Unauthenticated
 
 BACKDATE = timedelta(hours=1)  # A certificate must be valid for peers whose clock is slow.
@@ -304,29 +305,6 @@ def check_endpoint(endpoint: str) -> None:
 def current_time(now: datetime | None = None) -> datetime:
     """Returns `now`, or the clock's time if `now` is None, in UTC and cut to whole seconds as in certificates."""
     return (now or datetime.now(UTC)).astimezone(UTC).replace(microsecond=0)
-
-
-def create_file(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Writes a new file to disk; raises FileExistsError if the path exists, even if the path is a dangling link."""
-    # The file is created with its final mode, so it is never readable by more users, whatever the umask is.
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink()
-        raise
-
-
-def sync_directory(path: Path) -> None:
-    """Syncs a directory's entries to disk, so that new and renamed files in the directory survive a crash."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _server_name(host: str) -> x509.GeneralName:

@@ -35,9 +35,9 @@ from provider.identity.authority import (
     StateDamaged,
     StateDir,
     issue_server_certificate,
-    sync_directory,
 )
 from provider.identity.registry import MOST_BYTES, TenantRecord, tenants, write_new_files
+from runtime.files import sync_directory
 from wire.errors import os_cause
 
 CA_KEY_NAME = "ca_key.pem"

@@ -22,12 +22,11 @@ from provider.identity.authority import (
     UnknownTenant,
     check_endpoint,
     check_tenant_name,
-    create_file,
     current_time,
     issue_tenant_certificate,
-    sync_directory,
 )
 from runtime.command_line import nearest
+from runtime.files import create_file, sync_directory
 
 _MOST_COMPARED = 1000
 """The most names among which the nearest to an unknown one is looked for: more would take seconds."""
