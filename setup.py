@@ -67,7 +67,10 @@ LIBRARIES = {
         "wire/ring/kernels_vnni.c",
         "wire/ring/kernels_rows.c",
     ],
-    "noise.polynomial._kernels": ["noise/polynomial/kernels.c"],  # the provider has no use for it
+    "noise.polynomial._kernels": [  # the provider has no use for it
+        "noise/polynomial/kernels.c",
+        "noise/polynomial/kernels_avx512.c",
+    ],
     "tenant_sdk.serving.attention._kernels": ["tenant_sdk/serving/attention/kernels.c"],
 }
 HAS_KERNELS = sys.platform == "linux" and platform.machine() == "x86_64"

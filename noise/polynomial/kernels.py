@@ -1,7 +1,7 @@
 """This module calls the compiled form of noise/polynomial/negacyclic.py's transforms and products, for x86-64
-processors with AVX2 and FMA.
+processors with AVX2 and FMA, and, where there is AVX-512, with its wider registers.
 
-Guarantees: the numbers equal those of torch's form, since both are exact. The distance of every coefficient to the
+Guarantees: the numbers equal those of torch's form, since all forms are exact. The distance of every coefficient to the
 nearest integer is measured. If kernels.c was not built, or the processor lacks what the compiled code needs,
 `available()` is False, and callers must not call anything else.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.compiled import COUNT, POINTER, Signature, load
+from runtime.compiled import COUNT, INT, POINTER, Signature, load
 from wire.errors import ConfigurationError
 from wire.frame import ITEM_BYTES
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-LANES = 4
-"""How many features (columns of a matrix) the compiled code transforms at once."""
+LANES = 8
+"""The most features (columns of a matrix) that a form of the compiled code transforms at once; see `Form.lanes`."""
 WIDTH = 16
 """How many features (columns of a product) the compiled code writes at once."""
 LINE_WIDTH = 64
@@ -36,11 +37,11 @@ LINE_WIDTH = 64
 PACKED_BYTES = 3
 """The bytes of a packed number, whose low byte is zero and not stored."""
 
-_VERSION = 5
+_VERSION = 6
 """The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
 
 
-_FUNCTIONS: dict[str, Signature] = {
+_OF_A_FORM: dict[str, Signature] = {
     # blocks, rank, degree
     "veilbase_mask_scratch": ([COUNT] * 3, COUNT),
     # matrix, stride, rank, degree, features, twiddles, out
@@ -54,9 +55,16 @@ _FUNCTIONS: dict[str, Signature] = {
     ),
     # secrets, how many, degree, twiddles, out, scratch
     "veilbase_transform_secrets": ([POINTER, *[COUNT] * 2, *[POINTER] * 3], None),
+}  # fmt: skip
+"""The compiled functions of which each form has its own, with the types of their arguments and results."""
+_FORMS = {"avx2": 4, "avx512": 8}
+"""The forms, by the ends of their functions' names, and how many features each transforms at once."""
+_FUNCTIONS: dict[str, Signature] = {
+    **{f"{name}_{form}": signature for name, signature in _OF_A_FORM.items() for form in _FORMS},
+    "veilbase_masks_avx512": ([], INT),
     # drawn, samples, planes, rest, mean, out
     "veilbase_count_ones": ([POINTER, *[COUNT] * 4, POINTER], None),
-}  # fmt: skip
+}
 """The compiled functions, with the types of their arguments and results."""
 
 
@@ -77,25 +85,62 @@ def _loaded() -> ctypes.CDLL:
     return library
 
 
-def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
+class Form:
+    """Holds the compiled functions for registers of one width. Forms keep transforms in different layouts and return the
+    same products.
+
+    Attributes:
+        name: `avx2` or `avx512`.
+        lanes: how many features (columns of a matrix) are transformed at once.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Takes the functions from the library.
+
+        Raises:
+            ConfigurationError: there is no such form, or the processor cannot run it.
+        """
+        library = _loaded()
+        if name not in _FORMS or (name == "avx512" and not library.veilbase_masks_avx512()):
+            raise ConfigurationError(f"no compiled transforms of the form {name!r} on this machine")
+        self.name, self.lanes = name, _FORMS[name]
+        self.scratch, self.transform, self.combine, self.transform_secrets = (
+            getattr(library, f"{function}_{name}") for function in _OF_A_FORM
+        )
+
+
+@functools.cache
+def form() -> Form:
+    """Returns the form that is used where none is named: the one for AVX-512 if the processor can run it, unless
+    VEILBASE_KERNELS is `avx2`.
+
+    Raises:
+        ConfigurationError: this machine has no compiled form.
+    """
+    narrow = os.environ.get("VEILBASE_KERNELS", "") == "avx2" or not _loaded().veilbase_masks_avx512()
+    return Form("avx2" if narrow else "avx512")
+
+
+def transform(matrix: torch.Tensor, rank: int, degree: int, using: Form | None = None) -> torch.Tensor:
     """Returns the transforms of a matrix's columns.
 
     Args:
         matrix: int32, shape (rank·N, features), CPU, any strides.
         rank, degree: k and N.
+        using: the form of the compiled code; None for `form()`.
 
     Returns:
-        float64, shape (groups of `LANES` features, rank, N/2, 2, LANES): real and imaginary parts.
+        float64, shape (groups of `Form.lanes` features, rank, N/2, 2, lanes): real and imaginary parts.
 
     Raises:
         ConfigurationError: the matrix has another shape or type.
     """
     _check_degree(degree)
     matrix = _rows(matrix, rank * degree)
-    features, half = matrix.shape[1], degree // 2
-    made = torch.empty(-(-features // LANES), rank, half, 2, LANES, dtype=torch.float64, device="cpu")
+    features, half, using = matrix.shape[1], degree // 2, using or form()
+    made = torch.empty(-(-features // using.lanes), rank, half, 2, using.lanes, dtype=torch.float64, device="cpu")
     table = table_of(half)
-    _loaded().veilbase_transform(
+    using.transform(
         matrix.data_ptr(), matrix.stride(0), rank, degree, features, table.place, made.data_ptr()
     )
     return made
@@ -120,7 +165,7 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
     _check_degree(degree)
     made = torch.empty(num_blocks, rank, degree // 2, 2, dtype=torch.float64, device="cpu")
     scratch, table = _scratch(degree * LANES), table_of(degree // 2)
-    _loaded().veilbase_transform_secrets(
+    form().transform_secrets(
         secrets.data_ptr(), num_blocks * rank, degree, table.place, made.data_ptr(), scratch.data_ptr()
     )
     return made
@@ -202,23 +247,24 @@ def _scratch(num_doubles: int) -> torch.Tensor:
 class Combiner:
     """Multiplies matrices by the secrets of some blocks. Threads may share it."""
 
-    def __init__(self, secrets_hat: torch.Tensor) -> None:
+    def __init__(self, secrets_hat: torch.Tensor, using: Form | None = None) -> None:
         """Checks the secrets.
 
         Args:
             secrets_hat: the result of `secret_transform`.
+            using: the form of the compiled code; None for `form()`.
 
         Raises:
             ConfigurationError: the secrets have another shape, type, device or layout.
         """
-        self._library = _loaded()
+        self._form = using or form()
         num_blocks, rank, half, two = secrets_hat.shape
         is_right = secrets_hat.dtype == torch.float64 and secrets_hat.is_contiguous() and secrets_hat.is_cpu
         if not is_right or two != 2 or num_blocks == 0 or half <= 0 or half & (half - 1):
             raise ConfigurationError("expected transforms of secrets")
         self._shape, self._secrets = (num_blocks, rank, 2 * half), secrets_hat
         self._table = table_of(half)
-        self._num_doubles = self._library.veilbase_mask_scratch(num_blocks, rank, 2 * half)
+        self._num_doubles = self._form.scratch(num_blocks, rank, 2 * half)
 
     def by_transforms(
         self, matrix_hat: torch.Tensor, rows: Rows, start: int, stop: int, error: torch.Tensor | None = None
@@ -226,9 +272,9 @@ class Combiner:
         """Writes features `start` to `stop` of the products, from a matrix's transforms.
 
         Args:
-            matrix_hat: the result of `transform`, for at least these features.
+            matrix_hat: the result of `transform` in this form, for at least these features.
             rows: where the products are written.
-            start, stop: the range of features; `start` is a multiple of `LANES`.
+            start, stop: the range of features; `start` is a multiple of the form's lanes.
             error: int8, int16 or int32, shape (B, N, stop − start), CPU, the numbers of a row contiguous, which is
                 added to the products; or None.
 
@@ -240,10 +286,11 @@ class Combiner:
             ConfigurationError: an argument or the range does not fit.
         """
         _, rank, degree = self._shape
-        groups = matrix_hat[start // LANES : -(-stop // LANES)]
-        shape = (-(-stop // LANES) - start // LANES, rank, degree // 2, 2, LANES)
+        lanes = self._form.lanes
+        groups = matrix_hat[start // lanes : -(-stop // lanes)]
+        shape = (-(-stop // lanes) - start // lanes, rank, degree // 2, 2, lanes)
         is_whole = groups.dtype == torch.float64 and groups.is_contiguous() and groups.is_cpu
-        if start % LANES or groups.shape != shape or not is_whole:
+        if start % lanes or groups.shape != shape or not is_whole:
             raise ConfigurationError("transforms of another shape, or not from the first feature of a group")
         return self._combine((groups.data_ptr(), None, 0, 0, 0), rows, start, stop, error)
 
@@ -292,7 +339,7 @@ class Combiner:
             added = error.data_ptr(), error.itemsize, error.stride(1), error.stride(0)
         scratch = _scratch(self._num_doubles)
         return float(
-            self._library.veilbase_combine(
+            self._form.combine(
                 *matrix, self._secrets.data_ptr(), num_blocks, rank, degree, start, stop, self._table.place,
                 self._table.size, *added, rows.pointers.data_ptr(), rows.row_bytes, rows.number_bytes,
                 scratch.data_ptr(),

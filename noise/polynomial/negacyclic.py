@@ -137,7 +137,7 @@ class Transforms:
         """Returns the transforms of the first `features` columns, as a view."""
         if self.values.is_complex():
             return Transforms(self.values[:, :features], features)
-        return Transforms(self.values[: -(-features // kernels.LANES)], features)
+        return Transforms(self.values[: -(-features // self.values.shape[-1])], features)
 
 
 def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> Transforms:
@@ -155,14 +155,14 @@ def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> 
     """
     columns = _as_columns(matrix)
     if kernels.available():
-        groups = -(-columns.features // kernels.LANES)
-        half = parameters.ring_degree // 2
-        values = torch.empty(groups, parameters.rank, half, 2, kernels.LANES, dtype=torch.float64, device="cpu")
+        lanes, half = kernels.form().lanes, parameters.ring_degree // 2
+        groups = -(-columns.features // lanes)
+        values = torch.empty(groups, parameters.rank, half, 2, lanes, dtype=torch.float64, device="cpu")
 
         def fill(chunks: Iterator[tuple[int, int]]) -> None:
             for start, stop in chunks:
                 part = kernels.transform(columns.load(start, stop), parameters.rank, parameters.ring_degree)
-                values[start // kernels.LANES : -(-stop // kernels.LANES)] = part
+                values[start // lanes : -(-stop // lanes)] = part
 
         share(fill, _compiled_chunks(columns.features))
         return Transforms(values, columns.features)

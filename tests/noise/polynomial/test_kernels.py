@@ -46,6 +46,15 @@ def test_setting_up_has_built_them() -> None:
     assert kernels.available()
 
 
+@pytest.fixture(params=["avx2", "avx512"])
+def form(request: pytest.FixtureRequest) -> kernels.Form:
+    """Returns each form of the compiled code that this processor can run."""
+    try:
+        return kernels.Form(request.param)
+    except ConfigurationError:
+        pytest.skip(f"this processor cannot run the compiled form {request.param}")
+
+
 @pytest.fixture
 def _loaded_anew() -> Iterator[None]:
     forget(kernels)
@@ -70,10 +79,25 @@ def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: py
 
 
 @needs_transforms
+@pytest.mark.usefixtures("_loaded_anew")
+def test_the_widest_form_is_used_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_avx512 = {"avx512f", "avx512vl"} <= set(FLAGS)
+    assert kernels.form().name == ("avx512" if has_avx512 else "avx2")
+    forget(kernels)
+    monkeypatch.setenv("VEILBASE_KERNELS", "avx2")
+    assert (kernels.form().name, kernels.form().lanes) == ("avx2", 4)
+    for name in ("sse2", "") if has_avx512 else ("sse2", "", "avx512"):
+        with pytest.raises(ConfigurationError, match="no compiled transforms of the form"):
+            kernels.Form(name)
+
+
+@needs_transforms
 @pytest.mark.parametrize("dtype", [None, torch.int8, torch.int16, torch.int32])
-@pytest.mark.parametrize("features", [1, 3, 4, 5, 15, 16, 17, 33])
+@pytest.mark.parametrize("features", [1, 3, 4, 5, 8, 15, 16, 17, 33])
 @pytest.mark.parametrize(("rank", "degree"), [(1, 2), (2, 4), (3, 8), (1, 16), (2, 64), (5, 128)])
-def test_every_width_and_error(rank: int, degree: int, features: int, dtype: torch.dtype | None) -> None:
+def test_every_width_and_error(
+    rank: int, degree: int, features: int, dtype: torch.dtype | None, form: kernels.Form
+) -> None:
     matrix, secrets = draw(rank, degree, features, 3)
     expected = reference_product(matrix, secrets)
     wide = None
@@ -82,8 +106,8 @@ def test_every_width_and_error(rank: int, degree: int, features: int, dtype: tor
         wide = torch.randint(limit.min, limit.max, (3, degree, features + 5), dtype=dtype)[:, :, 2 : features + 2]
         expected = expected + wide.to(torch.int32)
     secrets_hat = kernels.secret_transform(secrets)
-    combiner, hat = kernels.Combiner(secrets_hat), kernels.transform(matrix, rank, degree)
-    for start in range(0, features, 4):
+    combiner, hat = kernels.Combiner(secrets_hat, form), kernels.transform(matrix, rank, degree, form)
+    for start in range(0, features, form.lanes):
         added = None if wide is None else wide[:, :, start:]
         for offset in (0, 1):  # the offset of the written part makes it once aligned and once not
             out = torch.full((3, degree, features + 8 + offset), 7, dtype=torch.int32)
@@ -100,13 +124,14 @@ def test_every_width_and_error(rank: int, degree: int, features: int, dtype: tor
 @needs_transforms
 @pytest.mark.parametrize("features", [1, 4, 17, 32, 48, 64, 80, 128, 192, 200])
 @pytest.mark.parametrize(("rank", "degree"), [(1, 2), (2, 4), (1, 16), (2, 64)])
-def test_products_are_packed_as_their_high_bytes(rank: int, degree: int, features: int) -> None:
+def test_products_are_packed_as_their_high_bytes(rank: int, degree: int, features: int, form: kernels.Form) -> None:
     """In whole cache lines and in parts, wherever a call begins and ends: the three high bytes, rounded."""
     matrix, secrets = draw(rank, degree, features, 3)
     rounded = (reference_product(matrix, secrets) + 128).view(torch.uint8).view(3, degree, features, 4)
     expected = rounded[..., 1:].reshape(3, degree, 3 * features)
-    combiner, hat = kernels.Combiner(kernels.secret_transform(secrets)), kernels.transform(matrix, rank, degree)
-    starts = {0, 4, 64, 128, features // 64 * 64, features // 4 * 4}
+    combiner = kernels.Combiner(kernels.secret_transform(secrets), form)
+    hat = kernels.transform(matrix, rank, degree, form)
+    starts = {0, form.lanes, 64, 128, features // 64 * 64, features // form.lanes * form.lanes}
     for start, stop in itertools.product(starts, {*starts, features // 2, features}):
         if not start < stop <= features:
             continue
@@ -123,7 +148,9 @@ def test_products_are_packed_as_their_high_bytes(rank: int, degree: int, feature
 
 @needs_transforms
 @pytest.mark.parametrize("features", [32, 48, 64, 80])
-def test_no_product_stays_in_the_memory_that_calls_share(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_product_stays_in_the_memory_that_calls_share(
+    features: int, form: kernels.Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows without an error give the secret away. A matrix's transforms are public and may stay."""
     rank, degree = 2, 64
     matrix, secrets = draw(rank, degree, features, 3)
@@ -138,10 +165,10 @@ def test_no_product_stays_in_the_memory_that_calls_share(features: int, monkeypa
     memory = torch.zeros(3 * degree * 3 * 128 + 64, dtype=torch.uint8)
     begin = -memory.data_ptr() % 64
     out = memory[begin : begin + 3 * degree * 3 * 128].view(3, degree, 3 * 128)[:, :, : 3 * features]
-    kernels.Combiner(secrets_hat).by_matrix(matrix, kernels.Rows(list(out)), 0, features)
+    kernels.Combiner(secrets_hat, form).by_matrix(matrix, kernels.Rows(list(out)), 0, features)
     assert bool(out.any())
     (scratch,) = used
-    numbers, hat = degree // 2 * 2 * kernels.LANES, rank * degree // 2 * 2 * kernels.LANES
+    numbers, hat = degree // 2 * 2 * form.lanes, rank * degree // 2 * 2 * form.lanes
     assert not bool(scratch[:numbers].any())
     assert not bool(scratch[numbers + hat :].any())
 
@@ -156,14 +183,16 @@ def packed_matrix(matrix: torch.Tensor, tile_features: int, before: int) -> tupl
 
 
 @needs_transforms
-@pytest.mark.parametrize(("features", "tile"), [(4, 4), (12, 8), (16, 64), (20, 12), (64, 32), (76, 64)])
+@pytest.mark.parametrize(("features", "tile"), [(8, 8), (24, 16), (16, 64), (40, 24), (64, 32), (88, 64)])
 @pytest.mark.parametrize(("rank", "degree"), [(1, 2), (2, 4), (3, 8), (1, 16), (2, 64), (5, 128), (3, 512)])
-def test_a_packed_matrix_gives_the_product_of_its_numbers(rank: int, degree: int, features: int, tile: int) -> None:
+def test_a_packed_matrix_gives_the_product_of_its_numbers(
+    rank: int, degree: int, features: int, tile: int, form: kernels.Form
+) -> None:
     matrix, secrets = draw(rank, degree, features, 3)
     packed, kept = packed_matrix(matrix, tile, 5)
-    combiner, expected = kernels.Combiner(kernels.secret_transform(secrets)), reference_product(kept, secrets)
-    for start in range(0, features, 4):
-        for stop in {start + 4, features}:
+    combiner, expected = kernels.Combiner(kernels.secret_transform(secrets), form), reference_product(kept, secrets)
+    for start in range(0, features, kernels.LANES):
+        for stop in {start + kernels.LANES, features}:
             out = torch.full((3, degree, features), 7, dtype=torch.int32)
             assert combiner.by_packed(packed, kernels.Rows(list(out)), start, stop) < 1e-3
             assert torch.equal(out[:, :, start:stop], expected[:, :, start:stop])
@@ -173,7 +202,7 @@ def test_a_packed_matrix_gives_the_product_of_its_numbers(rank: int, degree: int
 @needs_transforms
 def test_a_packed_matrix_lies_in_its_data() -> None:
     matrix, secrets = draw(2, 8, 8, 1)
-    packed, _ = packed_matrix(matrix, 4, 4)
+    packed, _ = packed_matrix(matrix, 8, 4)
     packed = replace(packed, data=packed.data[: 4 + 3 * 16 * 8])
     combiner, rows = (
         kernels.Combiner(kernels.secret_transform(secrets)),
@@ -185,10 +214,10 @@ def test_a_packed_matrix_lies_in_its_data() -> None:
         {"first": 5},
         {"num_rows": 17},
         {"num_rows": -1},
-        {"features": 12},
-        {"features": 6},
-        {"features": -4},
-        {"tile_features": 6},
+        {"features": 16},
+        {"features": 4},
+        {"features": -8},
+        {"tile_features": 4},
         {"tile_features": 0},
         {"data": packed.data[:-1]},
         {"data": packed.data[::2]},
@@ -196,7 +225,7 @@ def test_a_packed_matrix_lies_in_its_data() -> None:
     ):
         with pytest.raises(ConfigurationError, match="does not lie in its data"):
             replace(packed, **changed)  # type: ignore[arg-type]
-    for other, start, stop in ((packed, 0, 6), (packed, 2, 8), (packed, 0, 12), (replace(packed, num_rows=8), 0, 8)):
+    for other, start, stop in ((packed, 0, 4), (packed, 4, 8), (packed, 0, 16), (replace(packed, num_rows=8), 0, 8)):
         with pytest.raises(ConfigurationError, match="packed matrix of another shape"):
             combiner.by_packed(other, rows, start, stop)
 
@@ -235,14 +264,14 @@ def test_bytes_that_do_not_fit_the_samples_are_not_counted() -> None:
 
 
 @needs_transforms
-def test_what_is_not_a_number_has_an_infinite_distance() -> None:
+def test_what_is_not_a_number_has_an_infinite_distance(form: kernels.Form) -> None:
     matrix, secrets = draw(3, 512, 4, 1)
     hat = kernels.secret_transform(secrets)
     hat[0, 1, 7, 0] = float("nan")
     rows = kernels.Rows([torch.empty(512, 4, dtype=torch.int32)])
-    assert kernels.Combiner(hat).by_matrix(matrix, rows, 0, 4) == float("inf")
+    assert kernels.Combiner(hat, form).by_matrix(matrix, rows, 0, 4) == float("inf")
     hat[0, 1, 7, 0] = 1e-4  # the products are no integers now
-    assert kernels.Combiner(hat).by_matrix(matrix, rows, 0, 4) > 0.25
+    assert kernels.Combiner(hat, form).by_matrix(matrix, rows, 0, 4) > 0.25
 
 
 @needs_transforms
@@ -363,6 +392,7 @@ from noise.sampling import Csprng, ternary
 from tests.support.compiled_kernels import guarded
 from tests.support.lattice import reference_product
 rng = Csprng()
+form = kernels.Form({form!r})
 for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
     for features in (1, 3, 4, 6, 16, 18, 37, 64, 128, 144):
         matrix = guarded(torch.randint(-2**31, 2**31, (rank * degree, features)).to(torch.int32))
@@ -371,11 +401,11 @@ for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
         out = guarded(torch.zeros(2, degree, features, dtype=torch.int32))
         vars(kernels)["_scratch"] = lambda size: guarded(torch.empty(size, dtype=torch.float64))
         secrets_hat = guarded(kernels.secret_transform(secrets))
-        combiner, rows = kernels.Combiner(secrets_hat), kernels.Rows(list(out))
+        combiner, rows = kernels.Combiner(secrets_hat, form), kernels.Rows(list(out))
         combiner.by_matrix(matrix, rows, 0, features, error)
         expected = reference_product(matrix, secrets) + error
         assert torch.equal(out, expected)
-        hat = guarded(kernels.transform(matrix, rank, degree))
+        hat = guarded(kernels.transform(matrix, rank, degree, form))
         out.zero_()
         combiner.by_transforms(hat, rows, 0, features, error)
         assert torch.equal(out, expected)
@@ -383,11 +413,11 @@ for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
         combiner.by_transforms(hat, kernels.Rows(list(high_bytes)), 0, features)
         rounded = (reference_product(matrix, secrets) + 128).view(torch.uint8).view(2, degree, features, 4)
         assert torch.equal(high_bytes, rounded[..., 1:].reshape(2, degree, -1))
-        if features % 4 == 0:
+        if features % 8 == 0:
             high = matrix.contiguous().view(torch.uint8).view(rank * degree, features, 4)[..., 1:]
-            tiles = [each.reshape(-1) for each in high.split(12, dim=1)]
+            tiles = [each.reshape(-1) for each in high.split(24, dim=1)]
             data = guarded(torch.cat((torch.zeros(4, dtype=torch.uint8), *tiles)))
-            packed = kernels.PackedMatrix(data.numpy(), 4, rank * degree, features, 12)
+            packed = kernels.PackedMatrix(data.numpy(), 4, rank * degree, features, 24)
             combiner.by_packed(packed, rows, 0, features, error)
             assert torch.equal(out, reference_product(matrix & ~0xFF, secrets) + error)
 for count in (1, 31, 64, 100):
@@ -399,7 +429,7 @@ print("kept inside")
 
 
 @needs_transforms
-def test_reads_and_writes_nothing_past_an_end() -> None:
+def test_reads_and_writes_nothing_past_an_end(form: kernels.Form) -> None:
     """The test runs in a process of its own, which ends if the code reads or writes past an end."""
-    done = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", GUARDED.format(form=form.name)], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]
