@@ -191,5 +191,5 @@ class MessagePayload:
         message = memoryview(self._message)
         message[:HEADER_BYTES] = header.pack()
         if self._bits != FULL_BITS:
-            widths.pack(self.rows(header.call), self._bits, message[HEADER_BYTES:])
+            widths.pack_row(self.numbers, self.cols, self._bits, message[HEADER_BYTES:])
         return (message,)

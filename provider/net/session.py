@@ -54,7 +54,6 @@ from wire.frame import Call, FrameType, Header
 from wire.gpu_window.memory import Area
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring import widths
-from wire.ring.buffers import unwritten_tensor
 from wire.ring.seeded_rows import Rows
 from wire.usage import UsageCounter
 
@@ -395,16 +394,16 @@ class Session:
         self, header: Header, packed: memoryview, reply_cols: int, written: memoryview
     ) -> VeilbaseError | bool:
         """Computes one row of packed numbers, and packs the reply into `written`; see `Executor.compute_row`."""
+        call = header.call
         try:
-            row = frame.tensor(header, packed)
+            row = packed if call.bits == widths.FULL_BITS else widths.unpack_row(packed, header.cols, call.bits)
         except InvalidTensor as exc:
             return exc
-        reply = unwritten_tensor(1, reply_cols, row.dtype)
-        outcome = self._executor.compute_row(
-            self.tenant, header.call.product, frame.tensor_bytes(row), frame.tensor_bytes(reply)
-        )
-        if outcome is True:
-            widths.pack(reply, header.call.reply_bits, written)
+        is_whole = call.reply_bits == widths.FULL_BITS
+        reply = written if is_whole else memoryview(bytearray(reply_cols * frame.ITEM_BYTES))
+        outcome = self._executor.compute_row(self.tenant, call.product, row, reply)
+        if outcome is True and not is_whole:
+            widths.pack_row(reply, reply_cols, call.reply_bits, written)
         return outcome
 
     def _compute(self, request: Request, rows: Rows) -> None:

@@ -32,6 +32,8 @@ LIBRARY = Path(__file__).with_name("_kernels.so")
 
 _VERSION = 7
 """The version of the functions' signatures, as in kernels.c. A library with another version is not used."""
+NUMBER_BYTES = 4
+"""The bytes of a number in memory."""
 EFFECT_BYTES = 3
 """The bytes of a number of an effect that is packed: the high three of four, little-endian. The low byte is zero."""
 _BYTE: Any = ctypes.c_char
@@ -333,6 +335,9 @@ def pack(rows: torch.Tensor, bits: int, packed: memoryview) -> None:
     start, stride = rows.data_ptr(), rows.stride(0)
     held = _BYTE.from_buffer(packed)
     to = ctypes.addressof(held)
+    if num_rows == 1:
+        library.veilbase_pack(start, stride, 1, d, bits, to)
+        return
 
     def work(tiles: Iterator[tuple[int, int]], _held: object = (rows, held)) -> None:
         for first, count in tiles:
@@ -365,8 +370,11 @@ def unpack(packed: memoryview, bits: int, rows: torch.Tensor) -> bool:
         raise InvalidTensor("packed rows have another size than their shape asks for")
     if not packed.nbytes:
         return True
+    to = rows.data_ptr()
+    if num_rows == 1 and not packed.readonly:
+        return library.veilbase_unpack(ctypes.byref(_BYTE.from_buffer(packed)), 1, d, bits, to) == 0
     held = np.frombuffer(packed, dtype=np.uint8)  # This takes memory that cannot be written to as well.
-    start, to = held.ctypes.data, rows.data_ptr()
+    start = held.ctypes.data
     ends: list[int] = []
 
     def work(tiles: Iterator[tuple[int, int]], _held: object = (rows, held)) -> None:
@@ -375,6 +383,54 @@ def unpack(packed: memoryview, bits: int, rows: torch.Tensor) -> bool:
 
     share(work, row_tiles(num_rows, d))
     return not any(ends)
+
+
+def pack_row(numbers: memoryview, bits: int, packed: memoryview) -> None:
+    """Does what `pack` does, for one row in memory that is no tensor's, in a third of the time.
+
+    Args:
+        numbers: writable memory of int32 numbers, contiguous.
+        bits: an even number, 16 to 28.
+        packed: writable memory of ⌈d · bits / 8⌉ bytes for d numbers.
+
+    Raises:
+        InvalidTensor: an argument is not as described.
+    """
+    library, d = _library(), numbers.nbytes // NUMBER_BYTES
+    if library is None or not d or packed.nbytes != _packed_row_bytes(d, bits) or numbers.nbytes % NUMBER_BYTES:
+        raise InvalidTensor("no compiled kernel for this row")
+    start, to = _address(numbers), _address(packed)
+    library.veilbase_pack(start, d, 1, d, bits, to)
+
+
+def unpack_row(packed: memoryview, bits: int, numbers: memoryview) -> bool:
+    """Undoes `pack_row`.
+
+    Args:
+        packed: writable memory of ⌈d · bits / 8⌉ bytes.
+        bits: an even number, 16 to 28.
+        numbers: writable memory for d int32 numbers, contiguous.
+
+    Returns:
+        Whether all bits that end the row are zero.
+
+    Raises:
+        InvalidTensor: an argument is not as described.
+    """
+    library, d = _library(), numbers.nbytes // NUMBER_BYTES
+    if library is None or not d or packed.nbytes != _packed_row_bytes(d, bits) or numbers.nbytes % NUMBER_BYTES:
+        raise InvalidTensor("no compiled kernel for this row")
+    start, to = _address(packed), _address(numbers)
+    return int(library.veilbase_unpack(start, 1, d, bits, to)) == 0
+
+
+def _address(memory: memoryview) -> Any:
+    """Returns a reference to the first byte of memory, for a compiled function. Raises InvalidTensor if the memory is
+    not writable or not contiguous, which ctypes refuses."""
+    try:
+        return ctypes.byref(_BYTE.from_buffer(memory))
+    except (TypeError, ValueError):
+        raise InvalidTensor("no compiled kernel for this memory") from None
 
 
 def add(to: torch.Tensor, rows: torch.Tensor, bits: int) -> None:

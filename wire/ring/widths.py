@@ -31,6 +31,7 @@ SHORT_REPLY_BITS = 16
 """The width of a reply that is not exact."""
 PACKED_EFFECT_BITS = 8 * kernels.EFFECT_BYTES
 """The bits of an effect's number that is packed. What `pack` makes of them is the high three bytes of each number."""
+_NOT_CLEAN = "expected zero bits at the end of each packed row"
 _SLICE_NUMBERS = 1 << 20
 """How many numbers are packed at a time without compiled kernels, at the cost of 64 bytes each."""
 
@@ -132,7 +133,7 @@ def unpack(data: memoryview, num_rows: int, cols: int, bits: int) -> torch.Tenso
     rows = unwritten_tensor(num_rows, cols, torch.int32)
     is_clean = kernels.unpack(data, bits, rows) if kernels.available() else _unpack_slowly(data, rows, bits)
     if not is_clean:
-        raise InvalidTensor("expected zero bits at the end of each packed row")
+        raise InvalidTensor(_NOT_CLEAN)
     return rows
 
 
@@ -150,6 +151,31 @@ def _unpack_slowly(data: memoryview, rows: torch.Tensor, bits: int) -> bool:
         numbers = np.packbits(whole, axis=2, bitorder="little").view("<u4")[:, :, 0]
         rows[start : start + step] = torch.from_numpy(numbers.astype(np.uint32).view(np.int32))
     return is_clean
+
+
+def pack_row(numbers: memoryview, cols: int, bits: int, out: memoryview) -> None:
+    """Does what `pack` does, for one row in memory that is no tensor's.
+
+    Args:
+        numbers: the row's int32 numbers, writable.
+        cols: how many they are.
+        bits: 16, or one of `REQUEST_BITS` below 32.
+        out: memory for the result.
+    """
+    if kernels.available() and cols:
+        kernels.pack_row(numbers, bits, out)
+    else:
+        pack(torch.frombuffer(numbers, dtype=torch.int32).view(1, cols) if cols else torch.empty(1, 0), bits, out)
+
+
+def unpack_row(data: memoryview, cols: int, bits: int) -> memoryview:
+    """Does what `unpack` does, for one row, and returns the bytes of its int32 numbers."""
+    if kernels.available() and cols and not data.readonly:
+        numbers = memoryview(bytearray(cols * kernels.NUMBER_BYTES))
+        if not kernels.unpack_row(data, bits, numbers):
+            raise InvalidTensor(_NOT_CLEAN)
+        return numbers
+    return memoryview(unpack(data, 1, cols, bits).numpy()).cast("B") if cols else memoryview(b"")
 
 
 def pack_effect(effect: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
