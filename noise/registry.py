@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES, default_bytes, default_disk_bytes
+from noise.blocks.pool import DEFAULT_BYTES, DEFAULT_DEVICE_BYTES, STEP_BYTES, default_bytes, default_disk_bytes
 from noise.blocks.row_file import RowFile
 from noise.disk.private_files import free_bytes
 from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
@@ -229,7 +229,9 @@ def make_lattice(
     # How often a hint that is not stored is fetched follows the budget, so the provider would see free memory.
     effect_bytes = EFFECT_BYTES if packs_effects(store, setting.mask_device) else ITEM_BYTES
     budget, file = _make_pool(setting, pool, pool_bytes, is_steady=folder is None, effect_bytes=effect_bytes)
+    # A hint that is not stored is fetched for every block, so blocks for several steps are made together.
+    is_default = pool_bytes is None and file is None and folder is not None
     return Lattice(
         chosen, _ledger(setting, file), store, setting.verified, budget, background, setting.limits, setting.features,
-        setting.mask_device, file, precision, hints_from,
+        setting.mask_device, file, precision, hints_from, STEP_BYTES if is_default else None,
     )  # fmt: skip

@@ -130,6 +130,7 @@ class Lattice:
         file: RowFile | None = None,
         precision: str = "exact",
         hints_from: str | None = "fetched",
+        step_bytes: int | None = None,
     ) -> None:
         """Makes a mask without any rows yet. Each hint is fetched, or computed, when it is first needed.
 
@@ -148,6 +149,7 @@ class Lattice:
             precision: how many bits of a masked row and of its reply cross; one of `noise.options.PRECISIONS`.
             hints_from: `fetched`; or `local` or None, with which `settle_hints` must be called before the first use. It
                 then decides where hints come from, if this is None.
+            step_bytes: see `MaskPool`.
         """
         self.parameters = parameters
         self.polynomials: Any = negacyclic if device is None else DeviceProducts(device)
@@ -172,7 +174,7 @@ class Lattice:
         least_rows = degree // MOST_PIECES if self.keeps_hints else None
         self.pool = MaskPool(
             self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear, file,
-            EFFECT_BYTES if self._packs_effects else ITEM_BYTES,
+            EFFECT_BYTES if self._packs_effects else ITEM_BYTES, step_bytes,
         )  # fmt: skip
 
     def bind(self, effect_path: EffectPath) -> None:

@@ -140,9 +140,7 @@ def transform(matrix: torch.Tensor, rank: int, degree: int, using: Form | None =
     features, half, using = matrix.shape[1], degree // 2, using or form()
     made = torch.empty(-(-features // using.lanes), rank, half, 2, using.lanes, dtype=torch.float64, device="cpu")
     table = table_of(half)
-    using.transform(
-        matrix.data_ptr(), matrix.stride(0), rank, degree, features, table.place, made.data_ptr()
-    )
+    using.transform(matrix.data_ptr(), matrix.stride(0), rank, degree, features, table.place, made.data_ptr())
     return made
 
 

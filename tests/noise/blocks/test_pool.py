@@ -7,8 +7,10 @@ import contextlib
 import copy
 import gc
 import itertools
+import os
 import pickle
 import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -419,11 +421,11 @@ def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int)
 
 @pytest.mark.parametrize(
     ("fitting", "expected"),
-    [(2 * BLOCK_ROWS, 8), (2 * BLOCK_ROWS - 1, 4), (8, 4), (7, 3), (6, 3), (5, 2), (4, 2), (3, 2), (0, 2)],
+    [(2 * BLOCK_ROWS, 8), (BLOCK_ROWS, 8), (7, 3), (6, 3), (5, 2), (4, 2), (3, 2), (0, 2)],
 )
 def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
-    """Blocks are made in equal pieces. A piece takes about half of the budget, which holds `fitting` rows, but has at
-    least `least_rows` rows."""
+    """Blocks are made whole if the budget holds one for each group, and else in equal pieces. A piece takes about half
+    of the budget, which holds `fitting` rows, but has at least `least_rows` rows."""
     pool = MaskPool(mill, BLOCK_ROWS, fitting * row_bytes(group()), background=False, least_rows=2, features=8)
     assert pool.piece_rows == expected
     assert [pool.rounded(rows) for rows in (0, 1, BLOCK_ROWS, BLOCK_ROWS + 1)] == [
@@ -483,7 +485,7 @@ def test_packed_effects_are_counted_and_handed_out_as_they_are(tmp_path: Path, w
 def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
     """If a call uses a whole block, the pool makes whole blocks, since each piece costs the work of a whole block."""
     spec = group()
-    pool = MaskPool(mill, BLOCK_ROWS, 3 * BLOCK_ROWS * row_bytes(spec) // 2, least_rows=1, features=8)
+    pool = MaskPool(mill, BLOCK_ROWS, 3 * BLOCK_ROWS * row_bytes(spec) // 2, least_rows=1, features=16)
     with contextlib.closing(pool):
         assert pool.piece_rows < BLOCK_ROWS
         numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
@@ -493,6 +495,65 @@ def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
             numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
             wait_until(lambda: ready_rows(pool) >= BLOCK_ROWS)
         assert {rows for _, _, rows, thread in mill.made if thread == WORKER} == {BLOCK_ROWS}
+
+
+def test_little_is_made_ahead_for_steps_of_whole_blocks(mill: Mill) -> None:
+    """A step uses every row once, so rows of a few layers ahead suffice. Single tokens may use the whole budget."""
+    block = BLOCK_ROWS * row_bytes(group())
+    pool = MaskPool(mill, BLOCK_ROWS, 100 * block, features=80, step_bytes=3 * block)
+    with contextlib.closing(pool):
+        for _ in range(3):
+            for number in range(10):
+                numbers(pool.take(group(number), FORWARD, BLOCK_ROWS))
+                assert pool.ready_bytes <= 3 * block
+        wait_until(lambda: pool.ready_bytes == 3 * block)
+        assert sum(rows > 0 for rows in pool.ready_rows().values()) == 3
+        for _ in range(2):
+            for number in range(10):
+                numbers(pool.take(group(number), FORWARD, 1))
+        wait_until(lambda: min(pool.ready_rows().values()) > BLOCK_ROWS // 2)
+        assert pool.ready_bytes > 3 * block
+
+
+@pytest.mark.parametrize("directions", [(FORWARD,), (FORWARD, BACKWARD)])
+def test_a_direction_that_is_no_longer_used_gives_its_part_back(mill: Mill, directions: Sequence[Direction]) -> None:
+    """Rows for gradients go, as burnt, once a tenant that has trained only generates. Rows of training stay."""
+    spec, rows = group(), 0
+    pool = MaskPool(mill, BLOCK_ROWS, 3 * BLOCK_ROWS * row_bytes(spec) // 2, background=False, least_rows=2, features=8)
+    with contextlib.closing(pool):
+        numbers(pool.take(spec, FORWARD, 1))
+        numbers(pool.take(spec, BACKWARD, 1))
+        assert pool.piece_rows < BLOCK_ROWS
+        for _ in range(2000):
+            for direction in directions:
+                numbers(pool.take(spec, direction, 1))
+                rows += 1
+        is_left = BACKWARD in directions
+        assert (ready_rows(pool, 0, BACKWARD) > 0) == is_left
+        assert (pool.piece_rows < BLOCK_ROWS) == is_left
+        counts = pool.row_counts()
+        assert counts.burnt == (0 if is_left else BLOCK_ROWS - 1)
+        assert counts.made == counts.ready + counts.burnt + rows + 2
+        numbers(pool.take(spec, BACKWARD, 1))
+        assert pool.piece_rows < BLOCK_ROWS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")
+def test_the_worker_leaves_the_cores_to_others(mill: Mill) -> None:
+    nice: list[tuple[str, int, int]] = []
+
+    def look() -> None:
+        thread = threading.current_thread()
+        nice.append((thread.name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), torch.get_num_threads()))
+
+    mill.before = look
+    with contextlib.closing(MaskPool(mill, BLOCK_ROWS)) as pool:
+        numbers(pool.take(group(), FORWARD, 1))
+        numbers(pool.take(group(), FORWARD, 6))
+        wait_until(lambda: len(nice) > 1)
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice[0][:2] == (threading.current_thread().name, usual)
+    assert nice[1] == (WORKER, min(19, max(usual, 10)), 1)
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------
