@@ -132,9 +132,7 @@ def _shown(usage: Usage) -> dict[str, Any]:
         "tokens": sum(usage.tokens.values()), "bytes_up": usage.bytes_up, "bytes_down": usage.bytes_down,
     }  # fmt: skip
     kinds = {
-        kind: {"requests": usage.requests.get(kind, 0), "rows": usage.rows.get(kind, 0)}
-        for kind in KINDS
-        if usage.requests.get(kind, 0)
+        kind: {"requests": usage.requests.get(kind, 0), "rows": usage.rows.get(kind, 0)} for kind in KINDS
     }
     return {**shown, "by_kind": kinds}
 

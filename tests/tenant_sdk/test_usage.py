@@ -51,7 +51,10 @@ def test_today_this_month_and_all_are_told_apart(folder: Path) -> None:
     assert [known[each]["rows"] for each in ("today", "this_month", "total")] == [20, 40, 80]
     assert known["today"] == {
         "requests": 1, "rows": 20, "tokens": 2, "bytes_up": 3000, "bytes_down": 4,
-        "by_kind": {"forward": {"requests": 1, "rows": 20}},
+        "by_kind": {
+            "forward": {"requests": 1, "rows": 20},
+            **{kind: {"requests": 0, "rows": 0} for kind in ("backward", "effect", "hint")},
+        },
     }  # fmt: skip
     lines = [line.split() for line in status_text([known], as_json=False).splitlines()]
     assert lines[0] == ["provider", ENDPOINT]
