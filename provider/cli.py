@@ -106,9 +106,18 @@ def revoke(name: Annotated[str, typer.Argument(help="Tenant.")], state: _State =
     """Refuse all requests of a tenant from now on, also on streams that are open."""
     from provider.identity.authority import StateDir
     from provider.identity.registry import revoke as withdraw
+    from provider.identity.registry import tenants as registered
 
-    num_revoked = withdraw(StateDir(_state_path(state), create=False), name)
-    typer.echo(f"revoked {num_revoked} certificate{'' if num_revoked == 1 else 's'} of {name}")
+    opened = StateDir(_state_path(state), create=False)
+    num_revoked = withdraw(opened, name)
+    if num_revoked:
+        typer.echo(f"revoked {num_revoked} certificate{'' if num_revoked == 1 else 's'} of {name}")
+        return
+    last = [record for record in registered(opened) if record.name == name][-1]
+    if last.revoked_at is None:
+        typer.echo(f"nothing to revoke: the last certificate of {name} expired on {last.not_after:%Y-%m-%d}")
+    else:
+        typer.echo(f"{name} is already revoked, since {last.revoked_at:%Y-%m-%d}")
 
 
 @app.command(cls=Command)
