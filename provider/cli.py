@@ -15,7 +15,7 @@ import typer
 
 from provider.config import GROUPS, NO_JOINING, STATE_HELP, ProviderSettings, load_settings, service_variables
 from provider.flags import takes_settings
-from runtime.command_line import Command, Commands, show_version, to_stderr
+from runtime.command_line import Command, Commands, finite, show_version, to_stderr
 from wire.errors import ConfigurationError, VeilbaseError, printable
 from wire.transport.event_engine import prefer_waiting_in_place
 
@@ -94,10 +94,12 @@ def enroll(
             f"the provider of {str(path)!r} has no port yet, as --port 0 picks one: enrol once `provider serve` says "
             "ready, or give --endpoint"
         )
-    url = endpoint or served or DEFAULT_ENDPOINT
+    url = endpoint if endpoint is not None else served or DEFAULT_ENDPOINT
     record = issue(opened, name, out, url, days)
     typer.echo(f"enrolled {record.name} until {record.not_after:%Y-%m-%d}: {out}")
-    whence = "as given" if endpoint else "that of the last serve" if served else "a guess, as nothing was served yet"
+    whence = "that of the last serve" if served else "a guess, as nothing was served yet"
+    if endpoint is not None:
+        whence = "as given"
     typer.echo(f"endpoint {url} ({whence}); to change it, edit {out / 'endpoint'}")
 
 
@@ -164,7 +166,9 @@ def export_registry(
 @app.command(cls=Command)
 def status(
     state: _State = None,
-    watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.1)] = None,
+    watch: Annotated[
+        float | None, typer.Option(help="Show it again every so many seconds.", min=0.1, callback=finite)
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Print nothing; exit 0 where a provider answers.")] = False,
 ) -> None:
     """Show the present state of the provider that runs with this state directory."""
