@@ -14,7 +14,7 @@ import os
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class Command(TyperCommand):
         """Parses the words of the command line; see `TyperCommand`."""
         try:
             rest = super().parse_args(ctx, args)
-            _check_paths(ctx.params)
+            _check_paths(ctx, self.params)
             return rest
         except Exception as exc:
             # typer brings its own copy of click, whose place differs between versions: so the error is told by what it
@@ -152,11 +152,13 @@ def no_path(path: str | Path) -> str:
     return ""
 
 
-def _check_paths(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
+def _check_paths(ctx: Any, options: Sequence[Any]) -> None:
+    """Refuses a value of an option that is to be a path and cannot be one."""
+    for option in options:
+        value = ctx.params.get(option.name)
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, Path) and (reason := no_path(each)):
-                raise typer.BadParameter(f"{name.replace('_', '-')}: {reason}")
+                raise typer.BadParameter(reason, ctx=ctx, param_hint=f"'{option.opts[0]}'")
 
 
 class Commands(TyperGroup):

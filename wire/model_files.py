@@ -1,8 +1,8 @@
 """This module tells, without loading a model, whether the files that a user names can be those of a model: a GGUF file,
 or a Hugging Face folder. Both ends ask it before they load torch, which takes seconds.
 
-Guarantees: of a file only its beginning is read, and of a folder only config.json. Not guaranteed: that a model can be
-loaded from what is accepted here.
+Guarantees: of a file only its beginning is read, at most 4 MiB. Not guaranteed: that a model can be loaded from what is
+accepted here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from wire.errors import ConfigurationError
 CONFIG = "config.json"
 _GGUF = b"GGUF"
 """How every GGUF file begins. Source: ggml, docs/gguf.md, "File structure"."""
-_MOST_CONFIG_BYTES = 16 << 20
+_MOST_JSON_BYTES = 4 << 20
 
 
 def existing(name: str) -> Path | None:
@@ -50,15 +50,17 @@ def check_config(folder: Path, name: str) -> None:
     """
     if not (folder / CONFIG).is_file():
         raise ConfigurationError(f"expected a Hugging Face folder with a {CONFIG}, got {name[:200]!r}")
-    check_json_object(folder / CONFIG, _MOST_CONFIG_BYTES)
+    check_json_object(folder / CONFIG)
 
 
-def check_json_object(file: Path, most_bytes: int) -> None:
-    """Raises ConfigurationError if a file cannot be read, has more than `most_bytes`, or is no JSON object."""
-    content = _start(file, most_bytes + 1)
+def check_json_object(file: Path) -> None:
+    """Raises ConfigurationError if a file cannot be read or is no JSON object. Of a file of more than
+    `_MOST_JSON_BYTES` only the beginning is looked at, so that this takes no time."""
+    content = _start(file, _MOST_JSON_BYTES + 1)
     try:
-        is_object = len(content) <= most_bytes and isinstance(json.loads(content), dict)
-    except (ValueError, RecursionError):  # `from None` below: the parser's text may quote the file
+        whole = content if len(content) <= _MOST_JSON_BYTES else content.lstrip()[:1] + b"}"
+        is_object = isinstance(json.loads(whole), dict)
+    except (ValueError, RecursionError):  # the parser's text may quote the file, and is dropped
         is_object = False
     if not is_object:
         raise ConfigurationError(f"{_shown(file)} is damaged: expected a JSON object")

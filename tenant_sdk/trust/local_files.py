@@ -16,7 +16,6 @@ from wire.model_files import check_config, check_gguf, check_json_object, check_
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 """The names of tokenizer files: a folder counts as a tokenizer if it has at least one of them."""
-_MOST_TOKENIZER_BYTES = 256 << 20
 _KINDS = {"tokenizer": "a folder with tokenizer files"}
 """What a folder is expected to be, if not one of a whole model."""
 
@@ -89,4 +88,4 @@ def check_tokenizer_folder(folder: Path, name: str) -> None:
         raise ConfigurationError(f"expected a folder with tokenizer files, got {name[:200]!r}")
     for mark in _TOKENIZER_MARKS:
         if mark.endswith(".json") and (folder / mark).is_file():
-            check_json_object(folder / mark, _MOST_TOKENIZER_BYTES)
+            check_json_object(folder / mark)

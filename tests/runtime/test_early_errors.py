@@ -333,9 +333,9 @@ def options() -> Iterator[tuple[str, str, str]]:
         for name, command in commands.items():
             if not command.hidden:
                 yield from ((program, name, each.opts[0]) for each in command.params if not is_flag(each))
-    for action in make_parser("attacks.extract_lora", "")._actions:
-        if action.nargs != 0:
-            yield "attacks", "", action.option_strings[0]
+    for name, default in vars(make_parser("attacks.extract_lora", "").parse_args([])).items():
+        if not isinstance(default, bool):  # which is a flag without a value
+            yield "attacks", "", f"--{name}"
 
 
 def is_flag(option: Any) -> bool:
