@@ -82,7 +82,6 @@ def serve(settings: ProviderSettings) -> None:
     resolve(settings.model)  # A mistake in the name is told at once.
     check_ports(settings)
     state = _open_state(settings)
-    check_folders(settings, state)
     _write_endpoint(settings, settings.port, state)
     from provider.net.admission import Admission  # Imported here since torch takes seconds to import.
     from provider.net.server import Server
@@ -176,9 +175,12 @@ def _open_state(settings: ProviderSettings) -> StateDir | FrontIdentity | None:
     from provider.identity.front import FrontFiles, FrontIdentity
 
     if settings.server_cert is None or settings.server_key is None or settings.registry is None:
-        return StateDir(settings.state) if settings.tls else None
-    files = FrontFiles(settings.server_cert, settings.server_key, settings.registry, settings.registry_max_age_s)
-    return FrontIdentity(files, settings.state)
+        state: StateDir | FrontIdentity | None = StateDir(settings.state) if settings.tls else None
+    else:
+        files = FrontFiles(settings.server_cert, settings.server_key, settings.registry, settings.registry_max_age_s)
+        state = FrontIdentity(files, settings.state)
+    check_folders(settings, state)
+    return state
 
 
 def _make_model(settings: ProviderSettings) -> ServedModel:

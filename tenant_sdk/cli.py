@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -161,16 +161,11 @@ def _client(
     from noise.options import DEFAULT_MASK
     from tenant_sdk.identity import endpoints_of
     from tenant_sdk.plan import check_early, mask_options
-    from tenant_sdk.usage import account_of
-    from wire.transport.identity import load_identity
-    from wire.usage import FILE_NAME, read_usage_file
 
     if not url and not identity:
         raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")
     folders = identity or []
-    for folder in folders:
-        account_of(load_identity(folder))
-        read_usage_file(folder / FILE_NAME)
+    _check_identities(folders)
     urls = url or endpoints_of(folders)
     if len(folders) > 1 and len(folders) != len(urls):
         raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(folders)}")
@@ -200,6 +195,17 @@ def _client(
         accept_changes=accept_change or (),
         peer_uid=peer_uid,
     )
+
+
+def _check_identities(folders: Sequence[Path]) -> None:
+    """Raises ConfigurationError or Unauthenticated if a folder is no identity, or its count of usage is damaged."""
+    from tenant_sdk.usage import account_of
+    from wire.transport.identity import load_identity
+    from wire.usage import FILE_NAME, read_usage_file
+
+    for folder in folders:
+        account_of(load_identity(folder))
+        read_usage_file(folder / FILE_NAME)
 
 
 def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None) -> None:
