@@ -5,10 +5,9 @@ also says what is guaranteed), so a tenant can compare its provider's bill with 
 a run are the same on both sides. Here they are split by kind of request and there by class of work.
 
 Not guaranteed: that the two agree about requests that were in flight when a stream broke, when they were cancelled,
-when a deadline passed or at midnight, or about the last minute before a process was killed (SIGTERM ends the commands in order,
-but not a program that does not handle it). Without an identity nothing
-is kept: such a provider is in the same process, or keeps no accounts. The file is no secret, but says when the tenant
-worked, and how much.
+when a deadline passed or at midnight, or about the last minute before a process was killed (SIGTERM ends the commands
+in order, but not a program that does not handle it). Without an identity nothing is kept: such a provider is in the
+same process, or keeps no accounts. The file is no secret, but says when the tenant worked, and how much.
 """
 
 from __future__ import annotations

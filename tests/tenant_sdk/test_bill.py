@@ -451,7 +451,7 @@ def test_a_plan_with_a_number_that_is_none(provider: ScriptedProvider, tmp_path:
         {"provider_s": None}, {"mask": "\x1b[2J"}, {"mask": "a\nb"}, {"mask": 3}, {"mask": "m" * 1001}, {"run": ""},
         {"is_exact": 1}, {"other": 1}, {"savings": [{"setting": "\x1b", "num_bytes": 1}]},
         {"savings": [{"setting": "s", "num_bytes": -1}]}, {"savings": [{"setting": "s", "num_bytes": 1, "more": 1}]},
-        {"savings": {}},
+        {"savings": {}}, {"parts": []}, {"parts": {"data": "\x1b"}}, {"parts": {"data": 1}},
     ],
     ids=lambda changed: str(changed)[:20].encode("unicode_escape").decode(),
 )  # fmt: skip
