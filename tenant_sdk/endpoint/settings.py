@@ -223,18 +223,24 @@ def check_may_listen(settings: EndpointSettings, is_verified: bool) -> None:
 
 
 def check_certificate(settings: EndpointSettings) -> None:
-    """Raises ConfigurationError if the certificate and the key are damaged, do not belong together, or the key has a
-    password, which nobody is there to type."""
+    """Raises ConfigurationError if the certificate and the key are damaged or do not belong together. A key with a
+    password is not looked at: the user is asked for it when the server starts."""
     if settings.tls_cert is None:
         return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    asked: list[bool] = []
+
+    def password() -> str:
+        asked.append(True)
+        return ""
+
     try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: "")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, password)
     except (OSError, ValueError):  # `from None`: the cause is about a secret; ssl.SSLError is an OSError
-        raise ConfigurationError(
-            f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key} were expected to be a certificate chain "
-            "and its private key without a password, both in PEM"
-        ) from None
+        if not asked:
+            raise ConfigurationError(
+                f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key} were expected to be a certificate "
+                "chain and its private key, both in PEM"
+            ) from None
 
 
 def error_scale(sigma: float) -> float:
