@@ -33,7 +33,7 @@ HEAVY = {"torch", "transformers", "grpc"}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Returns a working folder with rows, with rows that have no known columns, and with an adapter."""
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps({"prompt": "a", "completion": "b"}) + "\n"))
     (tmp_path / "wrong.jsonl").write_text(json.dumps({"x": 1}))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rank.yaml").write_text("peft_config: {rank: 8}")
