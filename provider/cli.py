@@ -15,7 +15,7 @@ import typer
 
 from provider.config import GROUPS, NO_JOINING, STATE_HELP, ProviderSettings, load_settings, service_variables
 from provider.flags import takes_settings
-from runtime.command_line import Command, Commands, show_version, to_stderr
+from runtime.command_line import Command, Commands, finite, show_version, to_stderr
 from wire.errors import ConfigurationError, VeilbaseError, printable
 from wire.transport.event_engine import prefer_waiting_in_place
 
@@ -94,10 +94,12 @@ def enroll(
             f"the provider of {str(path)!r} has no port yet, as --port 0 picks one: enrol once `provider serve` says "
             "ready, or give --endpoint"
         )
-    url = endpoint or served or DEFAULT_ENDPOINT
+    url = endpoint if endpoint is not None else served or DEFAULT_ENDPOINT
     record = issue(opened, name, out, url, days)
     typer.echo(f"enrolled {record.name} until {record.not_after:%Y-%m-%d}: {out}")
-    whence = "as given" if endpoint else "that of the last serve" if served else "a guess, as nothing was served yet"
+    whence = "that of the last serve" if served else "a guess, as nothing was served yet"
+    if endpoint is not None:
+        whence = "as given"
     typer.echo(f"endpoint {url} ({whence}); to change it, edit {out / 'endpoint'}")
 
 
@@ -106,9 +108,18 @@ def revoke(name: Annotated[str, typer.Argument(help="Tenant.")], state: _State =
     """Refuse all requests of a tenant from now on, also on streams that are open."""
     from provider.identity.authority import StateDir
     from provider.identity.registry import revoke as withdraw
+    from provider.identity.registry import tenants as registered
 
-    num_revoked = withdraw(StateDir(_state_path(state), create=False), name)
-    typer.echo(f"revoked {num_revoked} certificate{'' if num_revoked == 1 else 's'} of {name}")
+    opened = StateDir(_state_path(state), create=False)
+    num_revoked = withdraw(opened, name)
+    if num_revoked:
+        typer.echo(f"revoked {num_revoked} certificate{'' if num_revoked == 1 else 's'} of {name}")
+        return
+    last = [record for record in registered(opened) if record.name == name][-1]
+    if last.revoked_at is None:
+        typer.echo(f"nothing to revoke: the last certificate of {name} expired on {last.not_after:%Y-%m-%d}")
+    else:
+        typer.echo(f"{name} is already revoked, since {last.revoked_at:%Y-%m-%d}")
 
 
 @app.command(cls=Command)
@@ -155,7 +166,9 @@ def export_registry(
 @app.command(cls=Command)
 def status(
     state: _State = None,
-    watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.1)] = None,
+    watch: Annotated[
+        float | None, typer.Option(help="Show it again every so many seconds.", min=0.1, callback=finite)
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Print nothing; exit 0 where a provider answers.")] = False,
 ) -> None:
     """Show the present state of the provider that runs with this state directory."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BeforeValidator, ByteSize, Field, JsonValue, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -344,14 +345,14 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
         made: _Kind = settings(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as exc:  # `from None`: the exception's text quotes the value.
         first = exc.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the settings"
+        where = ".".join(str(part) for part in first["loc"] if not _is_literal(part)) or "the settings"
         file = _file_of(str(next(iter(first["loc"]), "")), prefix, flags, config)
         if first["type"] == "extra_forbidden":
             known = kind.model_fields if len(first["loc"]) == 1 else TenantLimits.model_fields
             raise ConfigurationError(
                 f"{file}{ascii(where)[:100]} is no setting{_instead(str(first['loc'][-1]), known)}"
             ) from None
-        raise ConfigurationError(f"{file}setting {where}: {plain_message(first['msg'])}") from None
+        raise ConfigurationError(f"{file}setting {where}: {_tried(exc, first)}") from None
     except SettingsError:  # A variable is not JSON; the exception's text quotes it.
         raise ConfigurationError(
             f"an environment variable of {prefix}* that holds more than one value is not JSON"
@@ -362,6 +363,21 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     except (yaml.YAMLError, OSError, TypeError, ValueError) as exc:
         raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from os_cause(exc)
     return made
+
+
+def _is_literal(part: str | int) -> bool:
+    """Returns whether pydantic adds a part to the place of an error only to say which of several forms it tried."""
+    return str(part).startswith("literal[")
+
+
+def _tried(exc: ValidationError, first: ErrorDetails) -> str:
+    """Returns what was expected of a value; of one that may be a word or a number, both."""
+    texts = [
+        plain_message(each["msg"])
+        for each in exc.errors(include_url=False, include_input=False)
+        if each["loc"][:1] == first["loc"][:1]
+    ]
+    return " or ".join(texts) if any(map(_is_literal, first["loc"])) else plain_message(first["msg"])
 
 
 def _file_of(name: str, prefix: str, flags: dict[str, Any], config: Path | None) -> str:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from provider.config import ProviderSettings
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from provider.shards.router import Shard
 
 _JOIN_LOOK_S = 0.05
+INDEX_NAME = "index.jsonl"
+"""The name of the file that every recording has (provider/operations/recording.py)."""
 ENDPOINT_FILE = "endpoint"
 """The name of the file in the state directory that holds the URL of the last `provider serve --tls`; `enroll` reads
 this file."""
@@ -172,9 +175,12 @@ def _open_state(settings: ProviderSettings) -> StateDir | FrontIdentity | None:
     from provider.identity.front import FrontFiles, FrontIdentity
 
     if settings.server_cert is None or settings.server_key is None or settings.registry is None:
-        return StateDir(settings.state) if settings.tls else None
-    files = FrontFiles(settings.server_cert, settings.server_key, settings.registry, settings.registry_max_age_s)
-    return FrontIdentity(files, settings.state)
+        state: StateDir | FrontIdentity | None = StateDir(settings.state) if settings.tls else None
+    else:
+        files = FrontFiles(settings.server_cert, settings.server_key, settings.registry, settings.registry_max_age_s)
+        state = FrontIdentity(files, settings.state)
+    check_folders(settings, state)
+    return state
 
 
 def _make_model(settings: ProviderSettings) -> ServedModel:
@@ -407,6 +413,44 @@ def check_ports(settings: ProviderSettings) -> None:
     for port, what in ((settings.metrics_port, "metrics"), (settings.health_port, "health")):
         if port is not None and not _can_listen("127.0.0.1", port):
             raise ConfigurationError(f"cannot listen on 127.0.0.1:{port} for {what}: is it in use?")
+
+
+def check_folders(settings: ProviderSettings, state: StateDir | FrontIdentity | None) -> None:
+    """Checks what the settings name besides the model, as far as that is possible before torch is imported: the names
+    of the certificate, and the folders of usage, socket and recording.
+
+    Raises:
+        ConfigurationError: a name cannot be in a certificate, a folder cannot be used or made, the usage file is
+            damaged, or the recording's folder holds one already.
+    """
+    from provider.identity.authority import StateDir, issue_server_certificate
+    from wire.transport.ipc.folder import check_folder
+    from wire.usage import FILE_NAME, read_usage_file
+
+    if isinstance(state, StateDir):
+        issue_server_certificate(state, settings.host, settings.certificate_names)
+    if state is not None:
+        read_usage_file(state.path / FILE_NAME)
+    if settings.ipc is not None:
+        folder = Path(os.path.abspath(settings.ipc))
+        if folder.is_dir():
+            check_folder(folder, os.geteuid())
+        _check_made(folder, f"cannot make a socket in {folder}", with_parents=False)
+    if settings.record is not None:
+        if (settings.record / INDEX_NAME).exists():
+            raise ConfigurationError(f"{settings.record} holds a recording already: choose another --record")
+        _check_made(settings.record.absolute(), f"cannot record to {settings.record}", with_parents=True)
+
+
+def _check_made(folder: Path, what: str, with_parents: bool) -> None:
+    """Raises ConfigurationError if a folder can neither be written to nor be made."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ConfigurationError(f"{what}: {there} is no folder")
+    if there not in (folder, folder.parent) and not with_parents:
+        raise ConfigurationError(f"{what}: there is no folder {folder.parent}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{what}: {there} cannot be written to")
 
 
 def _can_listen(host: str, port: int) -> bool:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import math
+import os
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -35,6 +38,8 @@ _VALUE_ERROR = "Value error, "
 """What pydantic, which typer also uses, puts before the text of a ValueError."""
 TOLD_AFTER_S = 2.0
 """The seconds after which a user is told what takes so long."""
+_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
+"""The most bytes of a file's name, and of a path, that Linux takes. Asked about longer ones, Python raises an error."""
 _MOST_OF_A_NAME, _LEAST_OF_A_MEANING = 30, 20
 """The most characters of the column with names in a command's help, and the fewest of the one beside it."""
 
@@ -120,7 +125,9 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses the words of the command line; see `TyperCommand`."""
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+            _check_paths(ctx, self.params)
+            return rest
         except Exception as exc:
             # typer brings its own copy of click, whose place differs between versions: so the error is told by what it
             # has, and not by its class
@@ -132,6 +139,26 @@ class Command(TyperCommand):
             if hasattr(failure, "message"):
                 failure.message = str(failure.message).removeprefix(_VALUE_ERROR)
             raise
+
+
+def no_path(path: str | Path) -> str:
+    """Returns why a text cannot be the path of anything: a name in it is too long, or it has a null character. An empty
+    text if it can."""
+    text = os.fsencode(path)
+    if b"\0" in text:
+        return "a path has no null character"
+    if len(text) > _MOST_PATH_BYTES or any(len(name) > _MOST_NAME_BYTES for name in text.split(b"/")):
+        return f"a path has at most {_MOST_PATH_BYTES} bytes, and each name in it {_MOST_NAME_BYTES}"
+    return ""
+
+
+def _check_paths(ctx: Any, options: Sequence[Any]) -> None:
+    """Refuses a value of an option that is to be a path and cannot be one."""
+    for option in options:
+        value = ctx.params.get(option.name)
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, Path) and (reason := no_path(each)):
+                raise typer.BadParameter(reason, ctx=ctx, param_hint=f"'{option.opts[0]}'")
 
 
 class Commands(TyperGroup):
@@ -160,6 +187,14 @@ def _write_records(formatter: Any, records: list[tuple[str, str]]) -> None:
         formatter.write(f"{indent}{name:<{column}}{first}".rstrip() + "\n")
         for line in lines:
             formatter.write(f"{indent}{'':<{column}}{line}\n")
+
+
+def finite(value: float | None) -> float | None:
+    """Returns the value of an option that is a number; refuses NaN, which passes every bound, and infinity. It is the
+    callback of such options."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter("expected a finite number")
+    return value
 
 
 def show_version(wanted: bool) -> None:

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from noise.blocks.slots import SlotsExhausted
     from noise.ledger.ledger import SeedExhausted
     from noise.masks.gaussian_pool import NotPrivateWarning
-    from tenant_sdk.bill import Bill
     from tenant_sdk.client import TenantClient
     from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
     from tenant_sdk.model.dora import for_remote_base
@@ -64,6 +63,7 @@ if TYPE_CHECKING:
     from tenant_sdk.model.run_state import NotFiniteWarning, check_run
     from tenant_sdk.peft_model import FewLayersWarning, adapted_model
     from tenant_sdk.plan import Trust
+    from tenant_sdk.plan_file import Bill
     from tenant_sdk.serving.adapters import AdapterStore
     from tenant_sdk.serving.adapters.peft_settings import NotServed
     from tenant_sdk.serving.engine import Engine
@@ -155,7 +155,7 @@ __all__ = [
 _MODULE_OF = {
     "AcceptedChangeWarning": "tenant_sdk.session",
     "AdapterStore": "tenant_sdk.serving.adapters",
-    "Bill": "tenant_sdk.bill",
+    "Bill": "tenant_sdk.plan_file",
     "CutWarning": "tenant_sdk.text.rows",
     "EndpointLimits": "tenant_sdk.endpoint.settings",
     "EndpointSettings": "tenant_sdk.endpoint.settings",

@@ -6,9 +6,11 @@ import contextlib
 import inspect
 import os
 import re
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -16,12 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from runtime.command_line import Command, Commands, show_version, to_stderr, told_if_slow
+from runtime.command_line import Command, Commands, finite, show_version, to_stderr, told_if_slow
 from tenant_sdk import tune
+from tenant_sdk.adapter_files import check_adapter_files
 from tenant_sdk.endpoint.settings import OPTION_KINDS, options_given
 from tenant_sdk.options import flag_of, takes_flags
-from tenant_sdk.plain_values import WrongOption, adapter_folder, positive
+from tenant_sdk.plain_values import WrongOption, positive
 from tenant_sdk.serving.settings import StoreOptions, check_store_early
+from tenant_sdk.training.checkpoints import check_writable_file
 from tenant_sdk.training.recipe import check_recipe_early, takes_recipe
 from wire.errors import ConfigurationError, VeilbaseError, printable
 
@@ -157,15 +161,11 @@ def _client(
     from noise.options import DEFAULT_MASK
     from tenant_sdk.identity import endpoints_of
     from tenant_sdk.plan import check_early, mask_options
-    from wire.transport.identity import load_identity
-    from wire.usage import FILE_NAME, read_usage_file
 
     if not url and not identity:
         raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")
     folders = identity or []
-    for folder in folders:
-        load_identity(folder)
-        read_usage_file(folder / FILE_NAME)
+    _check_identities(folders)
     urls = url or endpoints_of(folders)
     if len(folders) > 1 and len(folders) != len(urls):
         raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(folders)}")
@@ -195,6 +195,17 @@ def _client(
         accept_changes=accept_change or (),
         peer_uid=peer_uid,
     )
+
+
+def _check_identities(folders: Sequence[Path]) -> None:
+    """Raises ConfigurationError or Unauthenticated if a folder is no identity, or its count of usage is damaged."""
+    from tenant_sdk.usage import account_of
+    from wire.transport.identity import load_identity
+    from wire.usage import FILE_NAME, read_usage_file
+
+    for folder in folders:
+        account_of(load_identity(folder))
+        read_usage_file(folder / FILE_NAME)
 
 
 def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None) -> None:
@@ -251,12 +262,10 @@ def _takes_connection(run: Callable[..., None]) -> Callable[..., None]:
 @takes_recipe(_CONNECTION)
 def finetune(recipe: Any) -> None:
     """Train an adapter on a data set."""
-    if recipe.plan is not None and not recipe.plan.is_file():
-        raise ConfigurationError(f"there is no plan {recipe.plan} (--plan): `tenant plan --out` writes one")
     not_connected = _checked_client(recipe)
     from tenant_sdk.training.command import finetune_command
 
-    with _until_ctrl_c(), not_connected as client:
+    with _until_stopped(), not_connected as client:
         finetune_command(recipe, client, _show)
 
 
@@ -268,26 +277,27 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="File to write the plan to, for `tenant finetune --plan`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     price_per_gb: Annotated[
-        float, typer.Option(help="Price of 10^9 bytes sent or received.", min=0, show_default=False)
+        float,
+        typer.Option(help="Price of 10^9 bytes sent or received.", min=0, show_default=False, callback=finite),
     ] = 0.0,
     price_per_hour: Annotated[
-        float, typer.Option(help="Price of an hour of the whole run.", min=0, show_default=False)
+        float, typer.Option(help="Price of an hour of the whole run.", min=0, show_default=False, callback=finite)
     ] = 0.0,
 ) -> None:
     """Tell what `tenant finetune` would cost, before anything of the data is sent."""
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigurationError(f"there is no folder {out.absolute().parent} for the plan (--out)")
-    not_connected = _checked_client(recipe)
+    if out is not None:
+        check_writable_file(out, "the plan (--out)")
+    not_connected = _checked_client(recipe, is_run=False)
     from tenant_sdk.training.command import plan_command
 
     with not_connected as client:
         plan_command(recipe, client, _show, out=out, as_json=as_json, per_gb=price_per_gb, per_hour=price_per_hour)
 
 
-def _checked_client(recipe: Any) -> TenantClient:
+def _checked_client(recipe: Any, is_run: bool = True) -> TenantClient:
     """Checks a recipe, and returns a client for it as `_client` does."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
-    check_recipe_early(recipe)
+    check_recipe_early(recipe, is_run)
     has_own_settings = recipe.peft_config is not None  # PEFT checks them, so it is loaded before a provider is asked
     not_connected = _client(
         **{**connection, "mask": connection["mask"] or ""},
@@ -326,11 +336,11 @@ def _show(text: str, nl: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def _until_ctrl_c() -> Iterator[None]:
-    """Tells the user, when Ctrl-C stops a run, how the run can be continued."""
+def _until_stopped() -> Iterator[None]:
+    """Tells the user, when Ctrl-C or SIGTERM stops a run, how the run can be continued."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Terminated):
         typer.echo("tenant: stopped; the same command goes on from the last checkpoint, if there is one", err=True)
         raise
 
@@ -356,7 +366,7 @@ def generate(
     """Answer a prompt, and print the answer piece by piece."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if adapter is not None:
-        adapter_folder(adapter)
+        check_adapter_files(adapter)
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
     client = _client(**connection)
@@ -396,6 +406,8 @@ def _check_options(
     """Checks the folder of adapters, and options by `check`, before anything is loaded. Errors name the flag."""
     if adapters is not None and not adapters.is_dir():
         raise ConfigurationError(f"--adapters: {adapters} is not a folder")
+    if adapters is not None and not os.access(adapters, os.R_OK | os.X_OK):
+        raise ConfigurationError(f"--adapters: {adapters} cannot be read: permission denied")
     try:
         check(adapters, options)
     except WrongOption as exc:
@@ -457,17 +469,32 @@ def serve(
     """Serve adapters and the base model over HTTP, with OpenAI's interface."""
     from tenant_sdk.endpoint.command import check_port, serve_command, serving_settings
 
+    if connection["precision"] is None and connection["mask"] in ("", "lattice"):
+        connection["precision"] = "exact"  # Rounded rows would make all numbers that may be shown coarser.
     settings = serving_settings(
         host=host, port=port, api_key_file=api_key_file, tls_cert=tls_cert, tls_key=tls_key, unverified=unverified,
         release_values=release_values, is_verified=connection["verify"] is not None,
+        error_sigma=_error_sigma(connection),
     )  # fmt: skip
     check_port(settings)
     _check_options(adapters, options, options_given)
-    if connection["precision"] is None and connection["mask"] in ("", "lattice"):
-        connection["precision"] = "exact"  # Rounded rows would make all numbers that may be shown coarser.
     client = _client(**connection)
     with client:
         serve_command(client, adapters, settings, _show, **options)
+
+
+def _error_sigma(connection: dict[str, Any]) -> float | None:
+    """Returns the standard deviation of the error that a session's mask will leave, or None if the provider's layers
+    decide it."""
+    from noise.options import DEFAULT_MASK
+    from noise.params import PARAMETERS
+
+    if (connection["mask"] or DEFAULT_MASK) != "lattice":
+        return 0.0
+    if connection["precision"] != "exact":
+        return None
+    named = connection["parameters"] or "default"
+    return float(PARAMETERS[named].sigma) if named in PARAMETERS else None  # a wrong name is refused in its place
 
 
 @app.command(cls=Command)
@@ -498,14 +525,39 @@ def status(
     typer.echo(printable(status_text([status_of(folder) for folder in identity], as_json)), nl=False)
 
 
+class _Terminated(SystemExit):
+    """Ends the process after SIGTERM, so that what is open is closed and the last minute of usage is saved."""
+
+
+@contextlib.contextmanager
+def _ends_at_sigterm() -> Iterator[None]:
+    """Makes SIGTERM end the process as Ctrl-C does, within the context. By default the system would end the process at
+    once, and what it used since the last save would be missing in its count. A second SIGTERM does end it at once."""
+
+    def end(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise _Terminated(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main() -> None:
     """Runs the command line. An error of this project is printed as one line on stderr, with exit code 1.
 
-    For errors in the command line itself, typer prints its usage, with exit code 2. Ctrl-C gives exit code 130.
+    For errors in the command line itself, typer prints its usage, with exit code 2. Ctrl-C gives exit code 130, and
+    SIGTERM 143.
     """
     warnings.showwarning = lambda message, *_, **__: typer.echo(printable(f"tenant: warning: {message}"), err=True)
     try:
-        app()
+        with _ends_at_sigterm():
+            app()
     except VeilbaseError as exc:
         typer.echo(f"tenant: {printable(str(exc), one_line=True)}", err=True)
         raise SystemExit(1) from None

@@ -47,8 +47,9 @@ from wire.transport.connection import Traffic
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-    from tenant_sdk.bill import Bill, Planner
+    from tenant_sdk.bill import Planner
     from tenant_sdk.endpoint.server import Endpoint
+    from tenant_sdk.plan_file import Bill
     from tenant_sdk.training.finetune import Prepared
 
 _Planned = TypeVar("_Planned")
@@ -376,7 +377,7 @@ class TenantClient:
     def _load_plan(plan: Bill | str | Path | None) -> Bill | None:
         if plan is None:
             return None
-        from tenant_sdk.bill import Bill
+        from tenant_sdk.plan_file import Bill
 
         return plan if isinstance(plan, Bill) else Bill.load(plan)
 

@@ -22,9 +22,11 @@ from noise.params import choose
 from runtime.command_line import nearest
 from tenant_sdk.identity import endpoints_of
 from tenant_sdk.text.rows import bucket_tokens
+from tenant_sdk.trust.local_files import check_path, no_such
 from tenant_sdk.trust.pins import PARTS
 from wire.built_in import BUILT_IN
 from wire.errors import ConfigurationError
+from wire.model_files import existing
 from wire.transport.address import not_a_url, read_address
 from wire.transport.identity import load_identity
 from wire.transport.ipc import folder as ipc
@@ -243,17 +245,16 @@ def check_early(
 
 
 def _check_there(what: str, name: str) -> None:
-    """Raises ConfigurationError if a name is neither a built-in one nor a path, and cannot be a hub id either, or is
-    one that is not cached here while downloads are forbidden."""
+    """Raises ConfigurationError if a name is neither a built-in one nor a path with what is expected there, and cannot
+    be a hub id either, or is one that is not cached here while downloads are forbidden."""
     if name in BUILT_IN:
         BUILT_IN[name].find()
         return
-    if Path(name or "?").expanduser().exists():
+    if (path := existing(name)) is not None:
+        check_path(what, path, name)
         return
     if HUB_ID.fullmatch(name) is None:
-        raise ConfigurationError(
-            f"cannot find the {what} {name[:200]!r}: expected {', '.join(BUILT_IN)}, a GGUF file, a folder, or a hub id"
-        )
+        raise no_such(what, name)
     from huggingface_hub.constants import HF_HUB_CACHE, is_offline_mode
 
     if is_offline_mode() and not Path(HF_HUB_CACHE, "models--" + name.partition("@")[0].replace("/", "--")).is_dir():

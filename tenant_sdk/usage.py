@@ -5,9 +5,9 @@ also says what is guaranteed), so a tenant can compare its provider's bill with 
 a run are the same on both sides. Here they are split by kind of request and there by class of work.
 
 Not guaranteed: that the two agree about requests that were in flight when a stream broke, when they were cancelled,
-when a deadline passed or at midnight, or about the last minute before a process was killed. Without an identity nothing
-is kept: such a provider is in the same process, or keeps no accounts. The file is no secret, but says when the tenant
-worked, and how much.
+when a deadline passed or at midnight, or about the last minute before a process was killed (SIGTERM ends the commands
+in order, but not a program that does not handle it). Without an identity nothing is kept: such a provider is in the
+same process, or keeps no accounts. The file is no secret, but says when the tenant worked, and how much.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OwnUsage(UsageBook):
             _warn(f"{folder} cannot be written to, so what this session uses is not counted there")
             path = None
         super().__init__(path, KINDS, _warn)
-        self.counter: UsageCounter = self.of(_key(identity))
+        self.counter: UsageCounter = self.of(account_of(identity))
         """The counter of the identity."""
         if path is not None:
             self.keep_saving()
@@ -77,7 +77,7 @@ def _warn(line: str) -> None:
     warn_and_go_on(line, UsageNotKeptWarning)
 
 
-def _key(identity: TlsIdentity) -> str:
+def account_of(identity: TlsIdentity) -> str:
     """Returns the name under which an identity's usage is kept, since a folder may get another identity: the tenant's
     name, and which provider's authority has given it. Raises ConfigurationError if the certificate names no tenant."""
     key = f"{tenant_name(identity)} of {issuer_of(identity).hex()[:16]}"
@@ -100,7 +100,7 @@ def status_of(folder: Path, day: date | None = None) -> dict[str, Any]:
         identity = load_identity(folder)
     except Unauthenticated:  # It has expired, which is said below; the count is still of use.
         identity = TlsIdentity.read(folder)
-    key, file, day = _key(identity), read_usage_file(folder / FILE_NAME), day or today()
+    key, file, day = account_of(identity), read_usage_file(folder / FILE_NAME), day or today()
     account, month = file.tenants.get(key, Account()), month_of(day)
     this_month = account.months.get(month, Usage())
     for each, usage in account.days.items():
@@ -131,11 +131,7 @@ def _shown(usage: Usage) -> dict[str, Any]:
         "requests": sum(usage.requests.values()), "rows": sum(usage.rows.values()),
         "tokens": sum(usage.tokens.values()), "bytes_up": usage.bytes_up, "bytes_down": usage.bytes_down,
     }  # fmt: skip
-    kinds = {
-        kind: {"requests": usage.requests.get(kind, 0), "rows": usage.rows.get(kind, 0)}
-        for kind in KINDS
-        if usage.requests.get(kind, 0)
-    }
+    kinds = {kind: {"requests": usage.requests.get(kind, 0), "rows": usage.rows.get(kind, 0)} for kind in KINDS}
     return {**shown, "by_kind": kinds}
 
 

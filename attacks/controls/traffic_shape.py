@@ -181,7 +181,7 @@ class Site:
 
         Args:
             folder: the folder for the model, recordings and adapters.
-            name: the model's name, one of models.NAMES.
+            name: the model's name, one of TINY_MODELS (attacks/victim/names.py).
         """
         from provider.model.load import load, resolve
         from provider.model.weights import serve_model

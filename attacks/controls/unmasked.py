@@ -275,7 +275,7 @@ def step_traffic(folder: Path, name: str = "tiny-llama") -> StepTraffic:
 
     Args:
         folder: a folder for the model and the recording.
-        name: the model's name, one of models.NAMES.
+        name: the model's name, one of TINY_MODELS (attacks/victim/names.py).
     """
     from transformers import AutoModelForCausalLM
 

@@ -25,9 +25,8 @@ from attacks.adversaries.sparse_secret import SPARSE_SECRET
 from attacks.adversaries.substitute import SUBSTITUTE
 from attacks.adversaries.traffic_shape import TRAFFIC_SHAPE
 from attacks.controls import Control, byte_statistics, collusion, float_masks, lattice, traffic_shape, unmasked
+from attacks.report.options import wanted_adversaries
 from attacks.seen.adversary import Adversary
-from runtime.command_line import instead
-from wire.errors import ConfigurationError
 
 CATALOGUE: tuple[tuple[Adversary, Control], ...] = (
     (LAYER0_LOOKUP, unmasked.layer0_lookup_control),
@@ -75,12 +74,7 @@ def adversaries(names: str | None = None) -> list[Adversary]:
     found = {one.name: one for one, _ in CATALOGUE}
     if names is None:
         return list(found.values())
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in wanted if name not in found]
-    if unknown or not wanted:
-        advice = instead(unknown[0] if unknown else "", found, "--list")
-        raise ConfigurationError(f"no adversary {', '.join(unknown)[:80] or repr(names)}: {advice}")
-    return [found[name] for name in wanted]
+    return [found[name] for name in wanted_adversaries(names, found)]
 
 
 def quick() -> str:

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from attacks.controls import Control, ControlResult
 from attacks.report.exit_status import exit_status
+from attacks.report.options import check_options, wanted_adversaries
+from attacks.victim.names import TINY_MODELS
 from attacks.victim.tenant import KINDS
 from wire.errors import ConfigurationError
 
@@ -82,15 +84,10 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         for module, summary in OTHER_PROGRAMS.items():
             print(f"python -m {module:19} {summary}")
         return 0
-    from attacks.report.catalogue import quick  # after the parsing, since it loads torch
-    from attacks.victim import models
-
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the started processes, too
     try:
         names = default if options.adversaries is None else options.adversaries
-        if names is None and options.view is None and _model(options) in models.NAMES:
-            names = quick()
-        return exit_status(options.out, lambda: _run(options, names))
+        return exit_status(options.out, lambda: _run(options, names), lambda: _check(options, names))
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -143,13 +140,23 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def _model(options: argparse.Namespace) -> str:
-    chosen: str = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
-    return chosen
+    if options.model is not None:
+        return str(options.model)
+    return "smollm2-135m" if options.profile == "full" else "tiny-llama"
+
+
+def _check(options: argparse.Namespace, names: str | None) -> None:
+    """Raises ConfigurationError if the command line names what there is not. Loads no torch."""
+    if names is not None:
+        wanted_adversaries(names, summaries(None))
+    check_options(options, _model(options), MASKS)
 
 
 def _run(options: argparse.Namespace, names: str | None) -> int:
-    from attacks.report.catalogue import adversaries
+    from attacks.report.catalogue import adversaries, quick
 
+    if names is None and options.view is None and _model(options) in TINY_MODELS:
+        names = quick()
     chosen = adversaries(names)
     with _controls_beside(names) as results_of_controls:
         return attack_and_report(options, chosen, results_of_controls)
@@ -200,11 +207,10 @@ def attack_and_report(options: argparse.Namespace, chosen: Sequence[Adversary], 
 
     from attacks.report import plots, table, verdict
     from attacks.truth.judge import kind_of
-    from attacks.victim import models
 
     shutil.rmtree(options.out / "stolen", ignore_errors=True)  # left by an earlier run
     model = _model(options)
-    is_tiny = model in models.NAMES
+    is_tiny = model in TINY_MODELS
     if is_tiny:
         torch.set_num_threads(1)  # with several threads, batches of small systems took 70 times as long
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recording:
@@ -328,26 +334,16 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     notes for the report. Claims are judged only if the tenant's adapter is given.
 
     Raises:
-        ConfigurationError: the options do not fit together or do not fit the recording, or it cannot be read.
+        ConfigurationError: the model does not fit the recording, or it cannot be read.
     """
     from attacks.report import verdict
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
     from attacks.truth.secrets import Truth
-    from attacks.victim import models, profiles
     from attacks.victim.models import load_public
 
-    if options.model is None or options.model in models.NAMES:
-        raise ConfigurationError("--view needs --model: the folder or the name of the model that the recording is of")
-    known = dict.fromkeys((*profiles.MASKS, *verdict.PRIVATE_MASKS))
-    if options.masks is not None and options.masks not in known:
-        raise ConfigurationError(f"with --view, --masks is one of {', '.join(known)}; got {options.masks!r}")
     view = open_view(options.view)
     tenants = view.tenants if options.tenant is None else (options.tenant,)
-    if not set(tenants) <= set(view.tenants):
-        raise ConfigurationError(f"no tenant {options.tenant!r} in the recording: there are {', '.join(view.tenants)}")
-    if options.adapter is not None and len(tenants) > 1:
-        raise ConfigurationError(f"--adapter is one tenant's: choose --tenant out of {', '.join(tenants)}")
     notes = [f"recording of {view.manifest.model_id}, {len(view.messages)} messages"]
     if not view.is_ended:
         notes.append("the recording was not ended: it goes on, was cut off, or its disk was full")

@@ -28,15 +28,17 @@ def docstring_of(program: str) -> str | None:
     return ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")))
 
 
-def exit_status(out: Path | None, work: Callable[[], int]) -> int:
-    """Runs `work` and returns its exit status. If the folder cannot be used, or if `work` raises a VeilbaseError or an
-    OSError, prints one line on standard error and returns 2.
+def exit_status(out: Path | None, work: Callable[[], int], check: Callable[[], object] = lambda: None) -> int:
+    """Runs `work` and returns its exit status. If the folder cannot be used, or if `check` or `work` raises a
+    VeilbaseError or an OSError, prints one line on standard error and returns 2.
 
     Args:
         out: a folder to make before any work is done; None makes none.
         work: a function that does the work and returns the exit status.
+        check: a function that checks the command line, without torch and before the folder is made.
     """
     try:
+        check()
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=out):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from attacks.report.table import NO_CLAIM, SHARE_TRIED, Result
-from attacks.report.verdict import PRIVATE_MASKS, UNKNOWN
+from attacks.report.verdict import UNKNOWN
+from attacks.victim.names import PRIVATE_MASKS
 
 ERROR, RATE = "relative error", "recovery rate"
 """The metrics of the two plots."""

@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 
 from attacks.report.table import FAILED, KL, NO_CLAIM, OVERLAP, SHARE_CLAIMED, SHARE_TRIED, Result
 from attacks.victim.draws import Check, alarms
+from attacks.victim.names import PRIVATE_MASKS
 
-PRIVATE_MASKS = ("lattice", "lattice-rounded", "pad", "shares")
 UNKNOWN = "unknown"
 """This name stands for a mask that is not known. Claims that are never wrong by chance then count, since the mask may
 be a private one."""

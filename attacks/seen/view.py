@@ -22,14 +22,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from attacks.seen.recording import END_NAME, INDEX_NAME, MANIFEST_NAME, damaged, no_recording
 from wire.errors import ConfigurationError, VeilbaseError
 from wire.manifest import Manifest, parse_manifest
 from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
 from wire.ring.widths import FULL_BITS
-
-INDEX_NAME = "index.jsonl"
-MANIFEST_NAME = "manifest.json"
-END_NAME = "end.json"
 
 
 class _End(BaseModel):
@@ -189,12 +186,10 @@ def open_view(folder: Path) -> View:
     try:
         manifest = parse_manifest((folder / MANIFEST_NAME).read_bytes())
         lines = (folder / INDEX_NAME).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError as exc:
-        raise ConfigurationError(
-            f"{folder} is not a recording: expected the folder that was given to `provider serve --record`"
-        ) from exc
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise no_recording(folder) from exc
     except (OSError, UnicodeDecodeError, VeilbaseError) as exc:
-        raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from exc
+        raise damaged(folder) from exc
     read = [_message(folder, number, line, manifest) for number, line in enumerate(lines, start=1)]
     messages = [message for message, _ in read]
     if any(message.seq != place for place, message in enumerate(messages)):

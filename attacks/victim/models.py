@@ -23,7 +23,6 @@ from wire.manifest import Manifest
 
 # ---- the quick profile's model, with a tokenizer --------------------------------------------------------------------
 
-NAMES = ("tiny-llama", "tiny-gpt2")
 HIDDEN, INTERMEDIATE = 32, 48
 SPECIAL = ("<pad>", "<s>", "<|end|>", "<unk>")
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -38,8 +37,9 @@ FACTS = tuple(
 
 
 def make(name: str, folder: Path, num_layers: int = 2) -> Path:
-    """Saves the model with this name, one of NAMES, and its tokenizer in `folder`, and returns `folder`. The weights
-    are larger than those that transformers would draw, so that adapters have visible effects."""
+    """Saves the model with this name, one of TINY_MODELS (attacks/victim/names.py), and its tokenizer in `folder`, and
+    returns `folder`. The weights are larger than those that transformers would draw, so that adapters have visible
+    effects."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     vocab_size = len(SPECIAL) + len(CHARACTERS)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks.victim import models
+from attacks.victim.names import ROUNDED, TINY_MODELS, masks_of
 from attacks.victim.tenant import Job, Run
 from wire.errors import ConfigurationError
 
@@ -19,12 +20,6 @@ _NUM_PROMPTS, _PROMPT_TOKENS = 26, 64
 SmolLM2 has inputs (1,536)."""
 _TOKEN_IDS = (1000, 40_000)
 _NUM_QUESTIONS = 4
-ROUNDED = "lattice-rounded"
-"""The name of the runs under `lattice` whose rows are rounded, as by default. Those under the name `lattice` send all
-32
-bits: a mask whose error is missing or tiny shows in the lowest bits, which rounding takes away, so that the adversaries
-that look there would find nothing to say about a tenant's sampler."""
-MASKS = ("off", "gaussian-pool", "lattice", ROUNDED, "pad")
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,8 @@ def runs(masks: str) -> list[Run]:
     Raises:
         ConfigurationError: a mask is unknown.
     """
-    names = [name.strip() for name in masks.split(",") if name.strip()]
-    unknown = [name for name in names if name not in MASKS]
-    if unknown or not names:
-        raise ConfigurationError(f"no mask {', '.join(unknown) or masks!r}: this evaluates {', '.join(MASKS)}")
     found = []
-    for name in dict.fromkeys(names):
+    for name in masks_of(masks):
         for arithmetic in ("float", "ring") if name == "off" else (None,):
             label = name if arithmetic is None else f"{name}-{arithmetic}"
             mask = "lattice" if name == ROUNDED else name
@@ -80,7 +71,7 @@ def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lor
     """
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise ConfigurationError(f"expected a PEFT adapter folder, got {str(adapter)!r}")
-    if model in models.NAMES:
+    if model in TINY_MODELS:
         return quick(folder, model, adapter, peft_kind)
     if peft_kind != "lora":
         raise ConfigurationError("the full profile trains LoRA; --peft is for the tiny models")

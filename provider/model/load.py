@@ -19,6 +19,7 @@ from typing import Any
 
 from wire.built_in import BUILT_IN, BuiltIn
 from wire.errors import ConfigurationError
+from wire.model_files import check_config, check_gguf, existing, is_gguf_name
 
 DEFAULT_MODEL = "smollm2-135m"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
@@ -55,22 +56,22 @@ def resolve(model: str) -> ModelSource:
     """Finds the model that `--model` names: a built-in model, a GGUF file, a Hugging Face folder or a hub id.
 
     Raises:
-        ConfigurationError: `model` is none of these, the built-in model is not installed, the folder has no
-            config.json, or HF_HUB_OFFLINE forbids the download of a hub id that is not cached. Whether a hub id exists
-            is found out by `load`.
+        ConfigurationError: `model` is none of these, the built-in model is not installed, the file is no GGUF file, the
+            folder has no config.json or a damaged one, or HF_HUB_OFFLINE forbids the download of a hub id that is not
+            cached. Whether a hub id exists is found out by `load`.
     """
     if model in BUILT_IN:
         file = BUILT_IN[model].find()
         return ModelSource(model, str(file.parent), file.name, BUILT_IN[model])
-    path = Path(model or "?").expanduser()  # Path("") would be the working folder.
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    path = existing(model)
+    if path is not None and is_gguf_name(path):
+        check_gguf(path)
         return ModelSource(path.stem, str(path.resolve().parent), path.name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigurationError(f"expected a Hugging Face folder with a config.json, got {model!r}")
+    if path is not None and path.is_dir():
+        check_config(path, model)
         return ModelSource(path.resolve().name or "model", str(path.resolve()))
     # A name without an owner is most often a typing mistake, and to look it up takes a minute offline.
-    if "/" not in model or _HUB_ID.fullmatch(model) is None or path.exists():
+    if "/" not in model or _HUB_ID.fullmatch(model) is None or path is not None:
         raise _unknown(model)
     if _is_offline() and not _is_cached(model):
         raise _not_cached(model)

@@ -16,14 +16,15 @@ import socketserver
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from wire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import grpc
 
 SOCKET_NAME = "monitor.sock"
 SERVICE_NAME = "veilbase.v1.Provider"
@@ -111,6 +112,9 @@ class Monitor:
         Raises:
             ConfigurationError: the port cannot be opened, for example because it is taken.
         """
+        import grpc  # here, since `provider status` needs the other half of this module alone
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
         servicer = health.HealthServicer()
         server = grpc.server(ThreadPoolExecutor(4, "veilbase-health"), options=[("grpc.so_reuseport", 0)])
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

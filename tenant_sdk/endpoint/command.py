@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.logs import StderrHandler
-from tenant_sdk.endpoint.settings import EndpointSettings, bound, check_may_listen, new_key, read_key
+from tenant_sdk.endpoint.settings import (
+    EndpointSettings,
+    bound,
+    check_certificate,
+    check_may_listen,
+    check_release_step,
+    new_key,
+    read_key,
+)
 from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed, printable
 
 if TYPE_CHECKING:
@@ -26,10 +34,15 @@ FORGED_EXIT = 3
 
 def serving_settings(
     *, host: str, port: int, api_key_file: Path | None, tls_cert: Path | None, tls_key: Path | None, unverified: bool,
-    release_values: float | None, is_verified: bool,
+    release_values: float | None, is_verified: bool, error_sigma: float | None = None,
 ) -> EndpointSettings:  # fmt: skip
     """Checks the options of the command line and returns them as settings, before anything is loaded. Without a key
     file, the settings get a new key.
+
+    Args:
+        host, port, api_key_file, tls_cert, tls_key, unverified, release_values: the options.
+        is_verified: whether replies of the provider are verified.
+        error_sigma: the standard deviation of the error that the mask leaves; None if it is not known yet.
 
     Raises:
         ConfigurationError: a file cannot be used, or an endpoint with these settings may not listen.
@@ -37,11 +50,14 @@ def serving_settings(
     for path in (tls_cert, tls_key):
         if path is not None and not path.is_file():
             raise ConfigurationError(f"{path} is not a file")
+    if release_values is not None:
+        check_release_step(release_values, error_sigma)
     settings = EndpointSettings(
         host, port, "" if api_key_file is None else read_key(api_key_file), api_key_file is not None, tls_cert,
         tls_key, unverified, release_values,
     )  # fmt: skip
     check_may_listen(settings, is_verified)
+    check_certificate(settings)
     return settings if settings.key else replace(settings, key=new_key())
 
 

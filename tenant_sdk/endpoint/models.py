@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runtime.command_line import instead
+from tenant_sdk.adapter_files import NAME
 from tenant_sdk.endpoint.errors import HttpError, bad_request
-from tenant_sdk.serving.adapters.files import NAME
 from tenant_sdk.serving.adapters.loan import Loan
 from tenant_sdk.serving.adapters.store import StoreStatus, Tier
 

@@ -20,14 +20,9 @@ import torch
 
 from noise.params import NOMINAL_SIGMA
 from tenant_sdk.endpoint.errors import HttpError
-from wire.errors import ConfigurationError
+from tenant_sdk.endpoint.settings import check_release_step, error_scale, steps_text
 
 _LEAVE_NO_ERROR = frozenset({"pad", "shares", "off"})
-_LEAST_STEP, _MOST_STEP = 0.25, 16.0
-"""The smallest and the largest step of rounding that an operator may choose. With the default parameters, the error
-moves logprobs of SmolLM2-135M by 0.0014 (standard deviation), which a step of 0.25 covers 180 times: a value tells
-log2(1 + 12·(0.0014/0.25)²)/2 bits about its row's error, so twenty for each of a block's 512 rows tell 3 bits.
-Parameters with a larger error need a step that is larger in the same proportion."""
 _VECTOR_STEPS = 4
 """How many times coarser the numbers of an embedding are rounded than logprobs. A row has hundreds of them, whose error
 is 0.0010 on SmolLM2-135M: rounded to 1, the 576 numbers of each of a block's 512 rows tell 2.6 bits by the same
@@ -60,26 +55,12 @@ class Released:
         Raises:
             ConfigurationError: the step is too small or too large for the mask's parameters.
         """
-        least, most = _LEAST_STEP * self._scale, _MOST_STEP * self._scale
-        if self.step is not None and not least <= self.step <= most:
-            raise ConfigurationError(
-                f"--release-values is a step from {self._steps} with the parameters of this mask, got {self.step:g}"
-                + ("; precision='exact' may allow smaller ones" if self._scale > 1.0 else "")
-            )
-
-    @property
-    def _scale(self) -> float:
-        """Returns how many times larger the mask's error is than that of the default parameters, at least 1."""
-        return max(1.0, self.sigma / NOMINAL_SIGMA)
-
-    @property
-    def _steps(self) -> str:
-        """Returns the smallest and the largest step that may be chosen, such as "0.25 to 16"."""
-        return f"{_LEAST_STEP * self._scale:g} to {_MOST_STEP * self._scale:g}"
+        if self.step is not None:
+            check_release_step(self.step, self.sigma)
 
     @property
     def _loss_step(self) -> float:
-        return _LOSS_STEP * self._scale
+        return _LOSS_STEP * error_scale(self.sigma)
 
     @property
     def is_exact(self) -> bool:
@@ -96,8 +77,8 @@ class Released:
             raise HttpError(
                 403,
                 f"{param} would show the error of the mask {self.mask} to whoever knows the inputs, and then its "
-                f"secret: start with --release-values STEP, which rounds them, with a STEP from {self._steps}, or with "
-                "the mask pad or shares",
+                "secret: start with --release-values STEP, which rounds them, with a STEP from "
+                f"{steps_text(self.sigma)}, or with the mask pad or shares",
                 "values_not_released",
                 param,
             )

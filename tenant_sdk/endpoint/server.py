@@ -57,7 +57,7 @@ from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError
 
 if TYPE_CHECKING:
-    from tenant_sdk.bill import Bill
+    from tenant_sdk.plan_file import Bill
 
 
 _FULL_RETRY_S = 1.0

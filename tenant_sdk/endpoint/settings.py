@@ -10,15 +10,18 @@ loopback it starts without verification only if the settings say so (`unverified
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from noise.params import NOMINAL_SIGMA
 from tenant_sdk.options import split_keywords, told
 from tenant_sdk.plain_values import positive
 from tenant_sdk.serving.settings import (
@@ -32,6 +35,11 @@ from wire.errors import ConfigurationError
 from wire.transport.address import is_loopback
 
 _Socket = TypeVar("_Socket", bound=socket.socket)
+_LEAST_STEP, _MOST_STEP = 0.25, 16.0
+"""The smallest and the largest step of rounding that an operator may choose. With the default parameters, the error
+moves logprobs of SmolLM2-135M by 0.0014 (standard deviation), which a step of 0.25 covers 180 times: a value tells
+log2(1 + 12·(0.0014/0.25)²)/2 bits about its row's error, so twenty for each of a block's 512 rows tell 3 bits.
+Parameters with a larger error need a step that is larger in the same proportion."""
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 
 
@@ -212,6 +220,57 @@ def check_may_listen(settings: EndpointSettings, is_verified: bool) -> None:
     ]
     if missing:
         raise ConfigurationError(f"to listen beyond this machine, {settings.host} needs {', '.join(missing)}")
+
+
+def check_certificate(settings: EndpointSettings) -> None:
+    """Raises ConfigurationError if the certificate and the key are damaged or do not belong together. A key with a
+    password is not looked at: the user is asked for it when the server starts."""
+    if settings.tls_cert is None:
+        return
+    asked: list[bool] = []
+
+    def password() -> str:
+        asked.append(True)
+        return ""
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, password)
+    except (OSError, ValueError):  # `from None`: the cause is about a secret; ssl.SSLError is an OSError
+        if not asked:
+            raise ConfigurationError(
+                f"--tls-cert {settings.tls_cert} and --tls-key {settings.tls_key} were expected to be a certificate "
+                "chain and its private key, both in PEM"
+            ) from None
+
+
+def error_scale(sigma: float) -> float:
+    """Returns how many times larger a mask's error is than that of the default parameters, at least 1."""
+    return max(1.0, sigma / NOMINAL_SIGMA)
+
+
+def steps_text(sigma: float) -> str:
+    """Returns the smallest and the largest step that may be chosen, such as "0.25 to 16"."""
+    return f"{_LEAST_STEP * error_scale(sigma):g} to {_MOST_STEP * error_scale(sigma):g}"
+
+
+def check_release_step(step: float, sigma: float | None) -> None:
+    """Checks the step to which released numbers are rounded.
+
+    Args:
+        step: the step.
+        sigma: the standard deviation of the lattice mask's error, with that of rounding, in units of encoded rows; None
+            if it is not known yet, so that only a step is refused which no mask allows.
+
+    Raises:
+        ConfigurationError: the step is too small or too large for the mask's parameters.
+    """
+    known = NOMINAL_SIGMA if sigma is None else sigma
+    scale, most = error_scale(known), math.inf if sigma is None else _MOST_STEP * error_scale(known)
+    if not _LEAST_STEP * scale <= step <= most or step == math.inf:  # a NaN fails this too
+        raise ConfigurationError(
+            f"--release-values is a step from {steps_text(known)} with the parameters of this mask, got {step:g}"
+            + ("; precision='exact' may allow smaller ones" if scale > 1.0 else "")
+        )
 
 
 def new_key() -> str:

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from tenant_sdk.adapter_files import NAME
 from tenant_sdk.options import from_keywords, told
 from tenant_sdk.plain_values import WrongOption, positive, true_or_false
 from tenant_sdk.serving.scheduler import Budget
+from tenant_sdk.training.checkpoints import check_writable
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -393,5 +395,20 @@ def check_store_early(folder: object, given: Mapping[str, Any]) -> None:
     changed = [each.name for each in fields(StoreOptions) if each.name in given and not options.is_default(each.name)]
     if folder is None and options.catalogue is None and changed:
         raise WrongOption(f"{changed[0]} has no effect without adapters: name their folder or a catalogue", changed[0])
-    if isinstance(options.catalogue, str | Path) and not Path(options.catalogue).is_file():
-        raise WrongOption(f"the catalogue of adapters, {options.catalogue}, is not a file", "catalogue")
+    listed: Collection[str] = ()
+    if isinstance(options.catalogue, str | Path):
+        if not Path(options.catalogue).is_file():
+            raise WrongOption(f"the catalogue of adapters, {options.catalogue}, is not a file", "catalogue")
+        from tenant_sdk.serving.adapters.catalogue import read_catalogue
+
+        listed = read_catalogue(Path(options.catalogue)).adapters
+    elif options.catalogue is not None:
+        listed = options.catalogue.adapters
+    for name in options.preload:
+        is_there = NAME.fullmatch(name) and isinstance(folder, str | Path) and (Path(folder) / name).is_dir()
+        if not is_there and name not in listed:
+            raise WrongOption(
+                f"preload must name adapters of the folder or the catalogue, got {ascii(name)[:80]}", "preload"
+            )
+    if options.cache is not None:
+        check_writable(Path(options.cache))

@@ -476,9 +476,6 @@ def _within(*contexts: Any) -> Iterator[None]:
 
 
 _LOGGER = logging.getLogger(__name__)
-MODES = ("auto", "replies", "recompute")
-"""The values of the option `checkpointing` besides None."""
-
 _KEPT = 1.2
 """The estimate of what a step without checkpointing keeps for each token, as a multiple of all base layers' inputs and
 outputs: autograd's saved tensors of SmolLM2 with LoRA on all layers are 1.0 times those."""
@@ -492,32 +489,6 @@ TRIM_SHARE = 0.02
 """The part of the time that `give_pages_back` may take. It takes about 12 ms in a heap of some hundred MB."""
 _trim_lock = threading.Lock()
 _next_trim = 0.0
-
-
-def resolve(checkpointing: str | None, gradient_checkpointing: bool, memory_budget_mb: float | None) -> str | None:
-    """Returns the mode that a run's options name: one of MODES, or None.
-
-    Raises:
-        ConfigurationError: an option has an impossible value, or two options contradict each other.
-    """
-    if checkpointing is not None and checkpointing not in MODES:
-        raise ConfigurationError(f"checkpointing must be {', '.join(MODES)} or None, got {checkpointing!r}")
-    if gradient_checkpointing:
-        if checkpointing not in ("auto", "recompute"):
-            raise ConfigurationError(
-                f"gradient_checkpointing=True means checkpointing='recompute', got checkpointing={checkpointing!r} too"
-            )
-        checkpointing = "recompute"
-    if memory_budget_mb is None:
-        return checkpointing
-    is_number = isinstance(memory_budget_mb, int | float) and not isinstance(memory_budget_mb, bool)
-    if not is_number or not 0 <= memory_budget_mb < float("inf"):
-        raise ConfigurationError(f"memory_budget_mb must be a finite number from 0, got {memory_budget_mb!r}")
-    if checkpointing not in ("auto", "replies"):
-        raise ConfigurationError(
-            f"memory_budget_mb needs checkpointing='auto' or 'replies', got checkpointing={checkpointing!r}"
-        )
-    return checkpointing
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +61,21 @@ def fingerprint(data: Any, peft_config: dict[str, Any], options: dict[str, Any],
         options: the options that identify the run (`FinetuneOptions.identity`).
         digests: the digests of the base weights, by layer group.
     """
-    parts = (_plain(data), _plain(peft_config), options, digests)
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return _digest((_plain(data), _plain(peft_config), options, digests))
+
+
+def fingerprints(data: Mapping[str, Any], peft_config: dict[str, Any], options: dict[str, Any]) -> dict[str, str]:
+    """Returns a fingerprint of each part of a run, so that a user can be told which part is another; SHA-256 in hex, by
+    the names of `tenant_sdk.plan_file.PARTS`. Arguments are as for `fingerprint`."""
+    rows = {name: value for name, value in data.items() if name in ("rows", "eval_rows")}
+    cut = {name: value for name, value in data.items() if name not in rows and name != "tokenizer"}
+    parts = {"data": rows, "tokenizer": data["tokenizer"], "adapter": peft_config, "options": {**options, **cut}}
+    return {name: _digest(_plain(part)) for name, part in parts.items()}
+
+
+def _digest(value: Any) -> str:
+    """Returns the SHA-256 of a value's JSON, in hex."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -216,7 +229,7 @@ def check_output(output_dir: Path, overwrite: bool) -> None:
         raise ConfigurationError(
             f"expected a name of at most {most} bytes for the adapter's folder (--output), {num_bytes} came"
         )
-    check_writable(output_dir)
+    check_writable(output_dir, may_be_file=True)
     check_replaceable(output_dir)
     if (output_dir / "adapter_config.json").exists() and not overwrite:
         raise ConfigurationError(
@@ -225,8 +238,12 @@ def check_output(output_dir: Path, overwrite: bool) -> None:
         )
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, may_be_file: bool = False) -> None:
     """Checks that a folder can be made, or written if it is there.
+
+    Args:
+        folder: the folder.
+        may_be_file: whether a file of this name is not looked at here.
 
     Raises:
         ConfigurationError: a part of the path is a link to nothing, no folder, too long or not the user's to write.
@@ -243,12 +260,31 @@ def check_writable(folder: Path) -> None:
         there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
         if there.is_symlink() and not os.path.exists(there):
             reason = f"{_shown(there)} is a link to nothing"
-        elif there != folder and not there.is_dir():
+        elif not there.is_dir() and not (there == folder and may_be_file):
             reason = f"{_shown(there)} is no folder"
         elif there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
             reason = "permission denied"
     if reason:
         raise ConfigurationError(f"{shown} cannot be written: {reason}")
+
+
+def check_writable_file(file: Path, what: str) -> None:
+    """Checks that a file can be written in a folder that is there, or replaced.
+
+    Args:
+        file: the file's path.
+        what: what it is to hold, with the option that names it.
+
+    Raises:
+        ConfigurationError: there is no such folder, it is not the user's to write, or the path is no file's.
+    """
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"there is no folder {_shown(folder)} for {what}")
+    if file.is_dir():
+        raise ConfigurationError(f"{_shown(file)} is a folder: name a file for {what}")
+    if len(os.fsencode(file.name)) > _LONGEST_NAME_BYTES or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{what} cannot be written to {_shown(file)[:300]}")
 
 
 def _shown(path: Path) -> str:

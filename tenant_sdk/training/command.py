@@ -20,7 +20,7 @@ from tenant_sdk.training.trainers import check_report_to
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tenant_sdk.bill import Bill
+    from tenant_sdk.plan_file import Bill
 
 
 class Finetunes(Protocol):

@@ -447,6 +447,26 @@ def are_preferences(rows: Iterable[Row]) -> bool:
     return isinstance(next(iter(rows)).form, Preference)
 
 
+def check_alike(rows: Iterable[Row], eval_rows: Iterable[Row]) -> None:
+    """Raises DatasetError if only one of two data sets holds preferences."""
+    if are_preferences(rows) is not are_preferences(eval_rows):
+        raise DatasetError("expected chosen and rejected in the rows of data and of eval_data, or in neither")
+
+
+def num_held_back(part: float, num_rows: int) -> int:
+    """Returns how many rows a part of a data set holds back for evaluation, at least one.
+
+    Raises:
+        ConfigurationError: the part is not between 0 and 1, or leaves no row to train on.
+    """
+    if isinstance(part, bool) or not 0 < part < 1:
+        raise ConfigurationError(f"eval_data must be a data set or a part between 0 and 1, got {part!r}")
+    found = max(1, round(part * num_rows))
+    if found >= num_rows:
+        raise ConfigurationError(f"eval_data={part} of {num_rows} rows leaves none to train on")
+    return found
+
+
 # Reading
 
 

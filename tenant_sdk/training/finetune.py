@@ -33,7 +33,6 @@ from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.run_state import KeepFinite, RunState, run_states, trainable
 from tenant_sdk.peft_model import copied_base_layer, say_how_little, virtual_tokens
-from tenant_sdk.plain_values import seconds
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.serving.adapters.peft_modules import no_compiler
 from tenant_sdk.serving.adapters.targets import linear_layers
@@ -44,7 +43,6 @@ from tenant_sdk.training.activation_checkpointing import (
     KeptReplies,
     choose,
     has_dropout,
-    resolve,
 )
 from tenant_sdk.training.checkpoints import (
     Checkpoints,
@@ -52,6 +50,7 @@ from tenant_sdk.training.checkpoints import (
     check_writable,
     checkpoints_folder,
     fingerprint,
+    fingerprints,
     logs_folder,
     save_adapter,
     step_of,
@@ -64,7 +63,6 @@ from tenant_sdk.training.token_rows import (
     Collator,
     RunData,
     check_kind,
-    check_truncation,
     parse_data,
     sources,
     token_data,
@@ -143,31 +141,6 @@ def _full_disk(exc: BaseException) -> str | None:
     return "no space or no permission" if any(word in text for word in writes) else None
 
 
-def check_used(options: FinetuneOptions, *, has_evaluation: bool, are_preferences: bool) -> None:
-    """Refuses an option that differs from its default but has no effect, because another option or a kind of rows is
-    missing.
-
-    Args:
-        options: the run's options.
-        has_evaluation: whether there are rows to evaluate on.
-        are_preferences: whether the rows are preferences.
-
-    Raises:
-        ConfigurationError: such an option is set; the text says what it needs.
-    """
-    needs = {
-        "eval_steps": ("eval_data", has_evaluation),
-        "early_stopping_threshold": ("early_stopping_steps", options.early_stopping_steps is not None),
-        "dpo_beta": ("rows with chosen and rejected", are_preferences),
-        "dpo_loss": ("rows with chosen and rejected", are_preferences),
-        "dpo_precompute_reference": ("rows with chosen and rejected", are_preferences),
-        "log_dir": ("report_to", options.report_to is not None),
-    }
-    for name, (needed, is_there) in needs.items():
-        if not is_there and getattr(options, name) != getattr(FinetuneOptions, name):
-            raise ConfigurationError(f"{name} has no effect without {needed}: leave it out")
-
-
 def default_peft_config() -> LoraConfig:
     """Returns LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -181,8 +154,9 @@ class Prepared:
         peft_config: the adapter's settings, a copy of the user's.
         options: how the run goes.
         rows: the token rows.
-        mode: the result of `resolve`; see `choose`.
+        mode: the result of `FinetuneOptions.memory_mode`; see `choose`.
         run_id: the fingerprint of data, adapter, options and weights.
+        parts: the fingerprints of data, tokenizer, adapter and options, by these names.
     """
 
     peft_config: PeftConfig = field(repr=False)
@@ -190,6 +164,7 @@ class Prepared:
     rows: RunData
     mode: str | None
     run_id: str
+    parts: dict[str, str]
 
 
 def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None, options: FinetuneOptions) -> Prepared:
@@ -201,21 +176,16 @@ def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None,
     check_alone()
     options.check()
     check_loss_branches(session, options, has_evaluation=options.eval_data is not None)
-    check_truncation(options.truncation, session.bucket)
+    options.check_padding(session.bucket is not None)
     check_report_to(options.report_to)
-    seconds("provider_wait_s", options.provider_wait_s)
-    mode = resolve(options.checkpointing, options.gradient_checkpointing, options.memory_budget_mb)
-    if options.window_tokens is not None and mode == "auto":
-        if options.memory_budget_mb is not None:
-            raise ConfigurationError("memory_budget_mb with window_tokens needs checkpointing='replies'")
-        mode = None
+    mode = options.memory_mode()
     # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     check_trainable(peft_config)
     num_virtual = virtual_tokens(peft_config)
     parsed = parse_data(data, options.eval_data, options.seed)
-    check_kind(parsed, options, peft_config)
-    check_used(options, has_evaluation=bool(parsed.eval_rows), are_preferences=are_preferences(parsed.rows))
+    check_kind(parsed, peft_config)
+    options.check_used(has_evaluation=bool(parsed.eval_rows), are_preferences=are_preferences(parsed.rows))
     manifest = session.connect()
     room = _room(session.context_length, num_virtual)
     check_window(options.window_tokens, options.batch_size, room)
@@ -224,8 +194,8 @@ def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None,
         rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, options.truncation)
     digests = [group.digest for group in manifest.groups]
     data_id = sources(parsed, session.text, longest, session.bucket, options.truncation)
-    run_id = fingerprint(data_id, peft_config.to_dict(), options.identity(), digests)
-    return Prepared(peft_config, options, rows, mode, run_id)
+    about = data_id, peft_config.to_dict(), options.identity()
+    return Prepared(peft_config, options, rows, mode, fingerprint(*about, digests), fingerprints(*about))
 
 
 @own_accelerate_state()

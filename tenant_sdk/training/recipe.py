@@ -16,6 +16,7 @@ import dataclasses
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
@@ -26,11 +27,12 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from runtime.command_line import instead, plain_message
+from runtime.command_line import instead, no_path, plain_message
 from tenant_sdk.kinds.refused import check_values
+from tenant_sdk.plan_file import Bill
 from tenant_sdk.training.checkpoints import check_output, check_writable
-from tenant_sdk.training.dataset import load_rows, one_line
-from tenant_sdk.training.settings import FinetuneOptions
+from tenant_sdk.training.dataset import are_preferences, check_alike, load_rows, num_held_back, one_line
+from tenant_sdk.training.settings import NO_TENSORBOARD, NO_TRL, FinetuneOptions
 from wire.errors import ConfigurationError
 
 _WORDS = (bool, int, float, Path)
@@ -41,6 +43,8 @@ _EITHER = ("max_steps", "num_epochs")
 """Two options that say the same: a flag for one of them replaces the other in the file."""
 _NO_FIELDS = ("object", "PushToHubMixin")
 """The classes under PEFT's settings that have no fields."""
+_OF_A_RUN = ("plan", "output_dir", "overwrite", "resume", "report_to", "log_dir", "provider_wait_s")
+"""The options that have no effect where a run is only planned. A recipe may name them all the same."""
 _OF_RANK = ("r", "lora_alpha")
 """The settings of LoRA that the flag --rank sets, in place of those of the file."""
 
@@ -60,6 +64,8 @@ def _several(value: Any) -> Any:
 
 def _in_home(path: Path) -> Path:
     """Returns a path with `~` replaced by the folder that it stands for."""
+    if reason := no_path(path):
+        raise ValueError(reason)
     try:
         return path.expanduser()
     except RuntimeError:  # pydantic shows the text of a ValueError only
@@ -245,9 +251,13 @@ def check_keys(where: str, values: Mapping[Any, Any], known: list[str], listed_b
             raise ConfigurationError(f"{where}{ascii(key)[:60]} is no option: {advice}")
 
 
-def check_recipe_early(recipe: Recipe) -> None:
-    """Checks settings, names in `peft_config`, output folder and data sets of a recipe without torch, so that a mistake
-    in them is told at once. Does not read data from a pipe, which can be read only once.
+def check_recipe_early(recipe: Any, is_run: bool = True) -> None:
+    """Checks settings, names in `peft_config`, output folder, plan and data sets of a recipe without torch, so that a
+    mistake in them is told at once. Does not read data from a pipe, which can be read only once.
+
+    Args:
+        recipe: a recipe with the options of the connection (`with_connection`).
+        is_run: whether the recipe is to be run; if it is only planned, what the run writes is not looked at.
 
     Raises:
         DatasetError, ConfigurationError: see `TenantClient.finetune`.
@@ -255,18 +265,43 @@ def check_recipe_early(recipe: Recipe) -> None:
     options = recipe.options()
     options.check()
     options.check_effect(recipe.given())
+    options.check_padding(recipe.pad_rows is not None)
     if recipe.rank is not None and recipe.rank < 1:
         raise ConfigurationError(f"rank must be positive, got {recipe.rank}")
     if recipe.peft_config is not None:
         check_peft_keys(recipe.peft_config)
         check_values(recipe.peft_config)
+    if options.report_to is not None and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigurationError(NO_TENSORBOARD)
+    if is_run:
+        _check_written(recipe, options)
+    _check_data(recipe.data, options)
+
+
+def _check_written(recipe: Any, options: FinetuneOptions) -> None:
     if recipe.output_dir is not None:
         check_output(recipe.output_dir, options.overwrite)
     if options.log_dir is not None:
         check_writable(Path(options.log_dir))
-    for data in (recipe.data, options.eval_data):
-        if isinstance(data, Path) and not is_pipe(data):
-            load_rows(data)
+    if recipe.plan is not None:
+        if not recipe.plan.exists():
+            raise ConfigurationError(f"there is no plan {recipe.plan} (--plan): `tenant plan --out` writes one")
+        Bill.load(recipe.plan)
+
+
+def _check_data(data: Path, options: FinetuneOptions) -> None:
+    """Checks both data sets, and the options that need them, as far as they are no pipes."""
+    rows, part = None if is_pipe(data) else load_rows(data), options.eval_data
+    eval_rows = load_rows(part) if isinstance(part, Path) and not is_pipe(part) else None
+    if isinstance(part, float):
+        num_held_back(part, sys.maxsize if rows is None else len(rows))
+    if rows is None:
+        return
+    if eval_rows is not None:
+        check_alike(rows, eval_rows)
+    options.check_used(has_evaluation=part is not None, are_preferences=are_preferences(rows))
+    if are_preferences(rows) and importlib.util.find_spec("trl") is None:
+        raise ConfigurationError(NO_TRL)
 
 
 def check_peft_keys(settings: Mapping[str, Any]) -> None:
@@ -356,7 +391,7 @@ def takes_recipe(
         )
         config = typer.Option(help="YAML file with any of these options; flags given beside it win.")
         parameters = [_parameter("data", Path, data), _parameter("config", Path, config)]
-        left_out = () if is_run else ("plan", "output_dir")
+        left_out = () if is_run else _OF_A_RUN
         fields = {name: field for name, field in RunRecipe.model_fields.items() if name not in left_out}
         parameters += [_flag(name, field) for name, field in fields.items() if field.json_schema_extra]
         num_first = 2 + is_run

@@ -15,11 +15,18 @@ from typing import Any, Literal, TypedDict
 
 from runtime.command_line import nearest
 from tenant_sdk.options import from_keywords, told
+from tenant_sdk.plain_values import seconds
 from wire.errors import ConfigurationError
 
 _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
 """The learning-rate schedules of transformers that need no further argument."""
 _TENSORBOARD = "tensorboard"
+NO_TENSORBOARD = "report_to='tensorboard' needs it: pip install 'veilbase[tensorboard]'"
+NO_TRL = "rows with chosen and rejected need TRL: pip install 'veilbase[dpo]'"
+MODES = ("auto", "replies", "recompute")
+"""The values of the option `checkpointing` besides None."""
+REFUSE, TRUNCATE, DROP = TRUNCATIONS = ("refuse", "truncate", "drop")
+"""The values of the option `truncation`."""
 _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero", "apo_down", "sigmoid_norm")
 """The losses of TRL's DPOTrainer that need no further argument."""
 
@@ -288,6 +295,62 @@ class FinetuneOptions:
                 f"keep_best takes the adapter from a checkpoint: expected eval_steps as save_steps, {self.save_steps}, "
                 f"got {self.eval_steps}"
             )
+        if self.truncation not in TRUNCATIONS:
+            raise ConfigurationError(f"truncation must be {', '.join(TRUNCATIONS)}, got {self.truncation!r}")
+        if self.window_tokens is not None and self.window_tokens < self.batch_size:
+            raise ConfigurationError(
+                f"window_tokens (--window-tokens) counts the tokens of a window over all {self.batch_size} rows of a "
+                f"batch: expected at least {self.batch_size}, got {self.window_tokens}"
+            )
+        seconds("provider_wait_s", self.provider_wait_s)
+        self.memory_mode()
+
+    def memory_mode(self) -> str | None:
+        """Returns how the run saves memory: one of `MODES`, or None.
+
+        Raises:
+            ConfigurationError: an option has an impossible value, or two options contradict each other.
+        """
+        mode = resolve(self.checkpointing, self.gradient_checkpointing, self.memory_budget_mb)
+        if self.window_tokens is None or mode != "auto":
+            return mode
+        if self.memory_budget_mb is not None:
+            raise ConfigurationError("memory_budget_mb with window_tokens needs checkpointing='replies'")
+        return None
+
+    def check_padding(self, is_padded: bool) -> None:
+        """Raises ConfigurationError if rows are to be dropped although rows are padded: the number of rows would then
+        show how many are long."""
+        if self.truncation == DROP and is_padded:
+            raise ConfigurationError(
+                "truncation='drop' would show how many rows are long, which pad_rows hides: choose "
+                "truncation='truncate'"
+            )
+
+    def check_used(self, *, has_evaluation: bool, are_preferences: bool) -> None:
+        """Refuses an option that differs from its default but has no effect, because another option or a kind of rows
+        is missing, and one that does not go with the kind of rows.
+
+        Args:
+            has_evaluation: whether there are rows to evaluate on.
+            are_preferences: whether the rows are preferences.
+
+        Raises:
+            ConfigurationError: such an option is set; the text says what it needs.
+        """
+        if are_preferences and self.window_tokens is not None:
+            raise ConfigurationError("window_tokens is not possible with preferences: their loss compares whole rows")
+        needs = {
+            "eval_steps": ("eval_data", has_evaluation),
+            "early_stopping_threshold": ("early_stopping_steps", self.early_stopping_steps is not None),
+            "dpo_beta": ("rows with chosen and rejected", are_preferences),
+            "dpo_loss": ("rows with chosen and rejected", are_preferences),
+            "dpo_precompute_reference": ("rows with chosen and rejected", are_preferences),
+            "log_dir": ("report_to", self.report_to is not None),
+        }
+        for name, (needed, is_there) in needs.items():
+            if not is_there and getattr(self, name) != getattr(FinetuneOptions, name):
+                raise ConfigurationError(f"{name} has no effect without {needed}: leave it out")
 
     def check_effect(self, given: Collection[str]) -> None:
         """Raises ConfigurationError for a value that another option leaves without effect. This is for options that a
@@ -320,6 +383,32 @@ class FinetuneOptions:
                 f"{chosen[0]} lets losses decide, and a provider that lies could choose them and see the decision: "
                 "name a checkpoint that you trust (verify=, --verify), or leave it out"
             )
+
+
+def resolve(checkpointing: str | None, gradient_checkpointing: bool, memory_budget_mb: float | None) -> str | None:
+    """Returns the mode that a run's options name: one of MODES, or None.
+
+    Raises:
+        ConfigurationError: an option has an impossible value, or two options contradict each other.
+    """
+    if checkpointing is not None and checkpointing not in MODES:
+        raise ConfigurationError(f"checkpointing must be {', '.join(MODES)} or None, got {checkpointing!r}")
+    if gradient_checkpointing:
+        if checkpointing not in ("auto", "recompute"):
+            raise ConfigurationError(
+                f"gradient_checkpointing=True means checkpointing='recompute', got checkpointing={checkpointing!r} too"
+            )
+        checkpointing = "recompute"
+    if memory_budget_mb is None:
+        return checkpointing
+    is_number = isinstance(memory_budget_mb, int | float) and not isinstance(memory_budget_mb, bool)
+    if not is_number or not 0 <= memory_budget_mb < float("inf"):
+        raise ConfigurationError(f"memory_budget_mb must be a finite number from 0, got {memory_budget_mb!r}")
+    if checkpointing not in ("auto", "replies"):
+        raise ConfigurationError(
+            f"memory_budget_mb needs checkpointing='auto' or 'replies', got checkpointing={checkpointing!r}"
+        )
+    return checkpointing
 
 
 def _no_such(name: str, value: Any, known: Sequence[str]) -> ConfigurationError:

@@ -52,9 +52,11 @@ from tenant_sdk.training.dataset import (
     Text,
     UnusableRowWarning,
     are_preferences,
+    check_alike,
     load_rows,
+    num_held_back,
 )
-from tenant_sdk.training.settings import FinetuneOptions
+from tenant_sdk.training.settings import NO_TRL, REFUSE, TRUNCATE
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, DatasetError
 
@@ -62,29 +64,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-REFUSE, TRUNCATE, DROP = MODES = ("refuse", "truncate", "drop")
-"""The values of the option `truncation`; `refuse` is the default."""
-
 _Tokens = TypeVar("_Tokens")
-
-
-def check_truncation(truncation: str, bucket: int | None) -> None:
-    """Checks the option `truncation` before anything is sent.
-
-    Args:
-        truncation: the option's value.
-        bucket: the number of tokens to which rows are padded; None if they are not padded.
-
-    Raises:
-        ConfigurationError: the value is none of MODES, or it is `drop` although rows are padded: the number of rows
-            would then show how many are long.
-    """
-    if truncation not in MODES:
-        raise ConfigurationError(f"truncation must be {', '.join(MODES)}, got {truncation!r}")
-    if truncation == DROP and bucket is not None:
-        raise ConfigurationError(
-            "truncation='drop' would show how many rows are long, which pad_rows hides: choose truncation='truncate'"
-        )
 
 
 def tokenizer_limit(truncation: str, max_length: int) -> int:
@@ -749,8 +729,7 @@ def parse_data(data: Any, eval_data: Any, seed: int) -> ParsedData:
     if isinstance(eval_data, int | float):
         return _split(rows, eval_data, seed)
     eval_rows = load_rows(eval_data)
-    if are_preferences(rows) is not are_preferences(eval_rows):
-        raise DatasetError("expected chosen and rejected in the rows of data and of eval_data, or in neither")
+    check_alike(rows, eval_rows)
     return ParsedData(rows, eval_rows)
 
 
@@ -758,33 +737,27 @@ def _check_trl() -> None:
     try:
         import_module("trl.trainer.dpo_trainer")
     except ImportError:
-        raise ConfigurationError("rows with chosen and rejected need TRL: pip install 'veilbase[dpo]'") from None
+        raise ConfigurationError(NO_TRL) from None
 
 
 def _split(rows: list[Row], part: float, seed: int) -> ParsedData:
-    if isinstance(part, bool) or not 0 < part < 1:
-        raise ConfigurationError(f"eval_data must be a data set or a part between 0 and 1, got {part!r}")
-    num_held_back = max(1, round(part * len(rows)))
-    if num_held_back >= len(rows):
-        raise ConfigurationError(f"eval_data={part} of {len(rows)} rows leaves none to train on")
+    held_back_count = num_held_back(part, len(rows))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    held_back = set(order[:num_held_back])
+    held_back = set(order[:held_back_count])
     return ParsedData(
         [row for number, row in enumerate(rows) if number not in held_back],
         [row for number, row in enumerate(rows) if number in held_back],
     )
 
 
-def check_kind(parsed: ParsedData, settings: FinetuneOptions, peft_config: PeftConfig) -> None:
-    """Refuses settings that do not go with the kind of the rows, before rows are sent.
+def check_kind(parsed: ParsedData, peft_config: PeftConfig) -> None:
+    """Refuses an adapter that does not go with the kind of the rows, before rows are sent.
 
     Raises:
-        ConfigurationError: preferences are to be trained on in windows or by prefix tuning.
+        ConfigurationError: preferences are to be trained on by prefix tuning.
     """
     if not are_preferences(parsed.rows):
         return
-    if settings.window_tokens is not None:
-        raise ConfigurationError("window_tokens is not possible with preferences: their loss compares whole rows")
     if peft_config.peft_type == PeftType.PREFIX_TUNING:  # its vectors are a cache, which DPO's passes turn off
         raise ConfigurationError("prefix tuning is not possible with preferences: choose LoRA or prompt tuning")
 

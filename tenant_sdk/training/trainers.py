@@ -59,7 +59,7 @@ from tenant_sdk.model.run_state import RunState, run_states
 from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.checkpoints import SavesAdapter
 from tenant_sdk.training.loss import Scores, has_another_loss
-from tenant_sdk.training.settings import Evaluation, FinetuneOptions
+from tenant_sdk.training.settings import NO_TENSORBOARD, Evaluation, FinetuneOptions
 from tenant_sdk.training.token_rows import IGNORE_INDEX, Collator
 from tenant_sdk.training.windows import Windows, training_step
 from wire.errors import ConfigurationError
@@ -178,7 +178,7 @@ def _writer_class() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ConfigurationError("report_to='tensorboard' needs it: pip install 'veilbase[tensorboard]'") from None
+        raise ConfigurationError(NO_TENSORBOARD) from None
     return SummaryWriter
 
 

@@ -19,7 +19,6 @@ import errno
 import functools
 import hashlib
 import importlib.metadata
-import json
 import logging
 import tempfile
 import threading
@@ -54,19 +53,25 @@ from tenant_sdk.trust.compare import (
     tensor_digest,
     write_files,
 )
+from tenant_sdk.trust.local_files import (
+    PICKLES,
+    check_tokenizer_folder,
+    checked_folder,
+    has_tokenizer_files,
+    no_such,
+    weight_files,
+)
 from wire.built_in import BUILT_IN
 from wire.errors import ConfigurationError, InvalidTensor, VeilbaseError, VerificationFailed
 from wire.manifest import Manifest
+from wire.model_files import existing, is_gguf_name
 from wire.prepared import LayerKind, PreparedLayer, PreparedStore, StoreKey, open_store, prepare_layer, writing
 from wire.ring.quantise import digest
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
-_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-"""The names of tokenizer files: a folder counts as a tokenizer if it has at least one of them."""
 _UNREAD = (".*", "*.md", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.png", "*.jpg", "*.pdf")
 """Files in a checkpoint's folder that nothing reads here: other formats of the weights, descriptions and pictures."""
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _READERS = (
     "veilbase", "transformers", "tokenizers", "safetensors", "gguf", "torch", "numpy", "sentencepiece", "tiktoken",
     "protobuf",
@@ -289,8 +294,7 @@ class TrustedCheckpoint:
                         folder, local_files_only=True, trust_remote_code=False, **options
                     )
             except Exception:  # noqa: BLE001 - as at the provider, an unusable tokenizer counts as none
-                marks = (mark for mark in _TOKENIZER_MARKS if (Path(folder) / mark).is_file())
-                self._lacks_tokenizer = bool(options) or any(marks)
+                self._lacks_tokenizer = bool(options) or has_tokenizer_files(Path(folder))
                 return None
 
 
@@ -446,8 +450,8 @@ def _source_files(folder: Path) -> list[Path]:
     """Returns the files of a Hugging Face folder that can decide what is read from it: its own files, without pickles
     and without safetensors that are not the model's, and chat templates in the one subfolder that transformers reads.
     """
-    weights = set(_weight_files(folder))
-    unread = (*_PICKLES, *_UNREAD)
+    weights = set(weight_files(folder))
+    unread = (*PICKLES, *_UNREAD)
     own = [path for path in folder.iterdir() if path.is_file() and not any(map(path.match, unread))]
     templates = [path for path in (folder / "additional_chat_templates").glob("*.jinja") if path.is_file()]
     return [path for path in (*own, *templates) if path.suffix != ".safetensors" or path in weights]
@@ -473,17 +477,14 @@ def _version(distribution: str) -> str:
 def _find(name: str) -> LocalSource:
     if name in BUILT_IN:
         return _built_in(name)
-    path = Path(name or "?").expanduser()
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    path = existing(name)
+    if path is not None and is_gguf_name(path):
         return LocalSource(path.stem, path.resolve().parent, path.name)
-    if path.is_dir():
-        return LocalSource(path.resolve().name, _checked_folder(path.resolve(), name))
-    if HUB_ID.fullmatch(name) is None or path.exists():
-        raise ConfigurationError(
-            f"cannot find the checkpoint {name[:200]!r}: expected {', '.join(BUILT_IN)}, a GGUF file, "
-            "a Hugging Face folder, or a hub id"
-        )
-    return LocalSource(name, _checked_folder(_from_hub(name), name))
+    if path is not None and path.is_dir():
+        return LocalSource(path.resolve().name, checked_folder(path.resolve(), name))
+    if path is not None or HUB_ID.fullmatch(name) is None:
+        raise no_such("checkpoint", name)
+    return LocalSource(name, checked_folder(_from_hub(name), name))
 
 
 def find_tokenizer(name: str | Path) -> LocalSource:
@@ -496,19 +497,15 @@ def find_tokenizer(name: str | Path) -> LocalSource:
         ConfigurationError: there is no such tokenizer, or the file of a built-in model is not the known one.
     """
     given = str(name)
-    path = Path(given or "?").expanduser()
     if given in BUILT_IN:
         return _built_in(given)
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    path = existing(given)
+    if path is not None and is_gguf_name(path):
         return LocalSource(given, path.resolve().parent, path.name)
-    if not path.is_dir() and (HUB_ID.fullmatch(given) is None or path.exists()):
-        raise ConfigurationError(
-            f"cannot find the tokenizer {given[:200]!r}: expected {', '.join(BUILT_IN)}, a GGUF file, a folder with "
-            "tokenizer files, or a hub id"
-        )
-    folder = path.resolve() if path.is_dir() else _from_hub(given, _TOKENIZER_FILES, "tokenizer")
-    if not any((folder / file).is_file() for file in _TOKENIZER_MARKS):
-        raise ConfigurationError(f"expected a folder with tokenizer files, got {given[:200]!r}")
+    if (path is None and HUB_ID.fullmatch(given) is None) or (path is not None and not path.is_dir()):
+        raise no_such("tokenizer", given)
+    folder = path.resolve() if path is not None else _from_hub(given, _TOKENIZER_FILES, "tokenizer")
+    check_tokenizer_folder(folder, given)
     return LocalSource(given, folder)
 
 
@@ -541,29 +538,6 @@ def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "chec
             f"({type(exc).__name__})"
         ) from exc
     return Path(str(found))
-
-
-def _checked_folder(folder: Path, name: str) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ConfigurationError(f"expected a Hugging Face folder with a config.json, got {name[:200]!r}")
-    if not _weight_files(folder):
-        if any(path for pattern in _PICKLES for path in folder.glob(pattern)):
-            raise ConfigurationError(f"{name[:200]!r} keeps its weights in pickles, which are not opened: convert it")
-        raise ConfigurationError(f"{name[:200]!r} holds no model.safetensors")
-    return folder
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Returns the paths of the safetensors files that transformers would read, sorted by name."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if single.is_file() or not index.is_file():
-        return [single] if single.is_file() else []
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / Path(name).name for name in sorted(names)]
-    except (ValueError, KeyError, AttributeError, TypeError) as exc:
-        raise ConfigurationError(f"{index.name} of the trusted checkpoint cannot be read") from exc
 
 
 def _stream(folder: Path) -> _Weights | None:
@@ -605,7 +579,7 @@ def _places(folder: Path, model: Any, state: dict[str, Any]) -> dict[str, tuple[
     names alone do not determine where the tensors are."""
     places: dict[str, tuple[Path, str]] = {}
     transforms = get_model_conversion_mapping(model)
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - safe_open is no mapping
                 if any(transform.rename_source_key(key)[1] is not None for transform in transforms):

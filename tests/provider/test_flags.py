@@ -101,7 +101,11 @@ BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
         ("serve --threads 0", "setting threads: input should be greater than or equal to 1"),
         ("serve --busy-poll-ms 99", "setting busy_poll_ms: input should be less than or equal to 10"),
         ("serve --max-wait-ms -1", "setting max_wait_ms: input should be greater than or equal to 0"),
-        ("serve --tensor-port xx", "setting tensor_port.literal['none']: input should be 'none'"),
+        (
+            "serve --tensor-port xx",
+            "setting tensor_port: input should be 'none' or input should be a valid integer, unable to parse string "
+            "as an integer",
+        ),
         ("serve --record-limit lots", "setting record_limit: could not parse value and unit from byte string"),
         ("serve --names a,,b --tls", r"setting names: string should match pattern '^[^,\s]*(,[^,\s]+)*$'"),
         ("serve --model=", "setting model: string should have at least 1 character"),

@@ -39,6 +39,23 @@ def test_make_setup_says_what_each_long_step_does() -> None:
     assert all(re.match(r'\t@echo ".* takes .*\.\.\."', lines[place - 1]) for place in long)
 
 
+def test_make_setup_tells_the_stages_of_the_longest_step() -> None:
+    """What pip prints is taken from pip 26.1: a line for each file, of which those of metadata are no packages."""
+    fetched = [f"  Downloading package{number}-1.0-py3-none-any.whl (2.1 MB)" for number in range(40)]
+    fetched += [f"  Using cached package{number}-1.0-py3-none-any.whl (2.1 MB)" for number in range(40, 50)]
+    fetched += [f"Processing ./wheels/package{number}-1.0-py3-none-any.whl" for number in range(50, 60)]
+    told_first = ["Collecting package0==1.0", "  Downloading package0-1.0-py3-none-any.whl.metadata (3 kB)"] * 30
+    lines = [*told_first, *fetched, "Installing collected packages: package0, package1", "Successfully installed x"]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    program = ["make", "--silent", "--eval=stages: ; @$(STAGES)", "stages"]
+    done = subprocess.run(
+        program, cwd=ROOT, env=alone, capture_output=True, text=True, check=True, input="\n".join(lines)
+    )
+    assert done.stdout.splitlines() == [
+        "25 packages fetched ...", "50 packages fetched ...", "installing 60 packages ...",
+    ]  # fmt: skip
+
+
 def test_hooks_are_local_and_download_nothing() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert repository["repo"] == "local"

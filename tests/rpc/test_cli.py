@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from typer.testing import CliRunner
 
 from provider.cli import app
 from provider.config import ProviderSettings
-from provider.identity.authority import UnknownTenant
+from provider.identity.authority import StateDir, UnknownTenant, current_time
+from provider.identity.registry import enroll
 from provider.operations.usage import FILE_NAME
 from provider.serve import serve
 from tests.support import waiting
@@ -240,7 +242,7 @@ def test_a_tenant_that_is_enrolled_while_the_provider_starts_gets_its_endpoint(
 def test_the_registrys_commands_do_not_wait_for_torch(tmp_path: Path) -> None:
     """Loading torch takes seconds, and only commands that compute need it."""
     state = ["--state", str(tmp_path / "state")]
-    commands = [["enroll", "acme", "--out", str(tmp_path / "acme")], ["tenants"], ["usage"], ["revoke", "acme"]]
+    commands = [["enroll", "acme", "--out", str(tmp_path / "acme")], ["tenants"], ["usage"], *[["revoke", "acme"]] * 2]
     code = f"""
 import sys
 from provider.cli import app
@@ -250,7 +252,17 @@ assert not {{'torch', 'grpc', 'transformers'}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
-    assert "revoked 1 certificate of acme" in done.stdout
+    first, second = done.stdout.splitlines()[-2:]
+    assert first == "revoked 1 certificate of acme"
+    assert second.startswith("acme is already revoked, since ")
+
+
+def test_an_expired_certificate_is_not_called_revoked(tmp_path: Path) -> None:
+    long_ago = current_time() - timedelta(days=30)
+    enroll(StateDir(tmp_path / "state"), "acme", tmp_path / "acme", "grpcs://127.0.0.1:1", days=1, now=long_ago)
+    done = CliRunner().invoke(app, ["revoke", "acme", "--state", str(tmp_path / "state")])
+    until = long_ago + timedelta(days=1)
+    assert done.stdout == f"nothing to revoke: the last certificate of acme expired on {until:%Y-%m-%d}\n"
 
 
 @pytest.mark.slow

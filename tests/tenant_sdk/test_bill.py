@@ -24,9 +24,10 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import Bill, TenantClient, bill, cli
-from tenant_sdk.bill import PROBE_ROWS, Planner, Saving
+from tenant_sdk.bill import PROBE_ROWS, Planner
 from tenant_sdk.endpoint.command import serve_command
 from tenant_sdk.endpoint.settings import EndpointSettings
+from tenant_sdk.plan_file import Saving
 from tenant_sdk.testing import ScriptedProvider
 from tests.support.lattice import TOY
 from tests.support.providers import make_served_model, serving
@@ -382,9 +383,11 @@ def test_a_saved_plan_holds_for_its_run_alone(provider: ScriptedProvider, tmp_pa
         client.finetune(ROWS, lora(), tmp_path / "b", plan=bill, **QUICKER)
         provider.forget_calls()
         for data, config, options, expected in (
-            (ROWS[1:], lora(), {}, "the data, the adapter or the options are others"),
-            (ROWS, lora(r=2), {}, "the data, the adapter or the options are others"),
-            (ROWS, lora(), {"max_steps": 4}, "the data, the adapter or the options are others"),
+            (ROWS[1:], lora(), {}, "changed since: the data; nothing was sent"),
+            (ROWS, lora(r=2), {}, "changed since: the adapter's settings; nothing was sent"),
+            (ROWS, lora(), {"max_steps": 4}, "changed since: the options; nothing was sent"),
+            (ROWS, lora(), {"truncation": "truncate"}, "changed since: the options; nothing was sent"),
+            (ROWS[1:], lora(r=2), {}, "changed since: the data, the adapter's settings; nothing was sent"),
         ):
             with pytest.raises(ConfigurationError, match=expected):
                 client.finetune(data, config, tmp_path / "c", plan=path, **{**QUICKER, **options})
@@ -448,7 +451,7 @@ def test_a_plan_with_a_number_that_is_none(provider: ScriptedProvider, tmp_path:
         {"provider_s": None}, {"mask": "\x1b[2J"}, {"mask": "a\nb"}, {"mask": 3}, {"mask": "m" * 1001}, {"run": ""},
         {"is_exact": 1}, {"other": 1}, {"savings": [{"setting": "\x1b", "num_bytes": 1}]},
         {"savings": [{"setting": "s", "num_bytes": -1}]}, {"savings": [{"setting": "s", "num_bytes": 1, "more": 1}]},
-        {"savings": {}},
+        {"savings": {}}, {"parts": []}, {"parts": {"data": "\x1b"}}, {"parts": {"data": 1}},
     ],
     ids=lambda changed: str(changed)[:20].encode("unicode_escape").decode(),
 )  # fmt: skip

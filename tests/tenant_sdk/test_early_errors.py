@@ -1,4 +1,5 @@
-"""Tests that the commands tell a mistake in one line before torch is loaded, which takes seconds."""
+"""Tests that the commands tell a mistake in one line before torch is loaded, which takes seconds, each in a process of
+its own. tests/runtime/test_early_errors.py has every option of every command."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ HEAVY = {"torch", "transformers", "grpc"}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Returns a working folder with rows, with rows that have no known columns, and with an adapter."""
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps({"prompt": "a", "completion": "b"}) + "\n"))
     (tmp_path / "wrong.jsonl").write_text(json.dumps({"x": 1}))
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rank.yaml").write_text("peft_config: {rank: 8}")
     (tmp_path / "zero.yaml").write_text("peft_config: {r: 0}")
     (tmp_path / "adapters" / "there").mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from datetime import date, timedelta
@@ -51,7 +52,10 @@ def test_today_this_month_and_all_are_told_apart(folder: Path) -> None:
     assert [known[each]["rows"] for each in ("today", "this_month", "total")] == [20, 40, 80]
     assert known["today"] == {
         "requests": 1, "rows": 20, "tokens": 2, "bytes_up": 3000, "bytes_down": 4,
-        "by_kind": {"forward": {"requests": 1, "rows": 20}},
+        "by_kind": {
+            "forward": {"requests": 1, "rows": 20},
+            **{kind: {"requests": 0, "rows": 0} for kind in ("backward", "effect", "hint")},
+        },
     }  # fmt: skip
     lines = [line.split() for line in status_text([known], as_json=False).splitlines()]
     assert lines[0] == ["provider", ENDPOINT]
@@ -126,4 +130,67 @@ own.counter.answered(0, Call(0, Direction.FORWARD, Arithmetic.RING), 20, 3000, 4
 
 def test_a_client_that_is_never_closed_is_counted_when_its_process_ends(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", UNCLOSED, str(folder)], check=True, timeout=60)
+    assert status_of(folder)["total"]["rows"] == 20
+
+
+TERMINATED = """
+import signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from tenant_sdk import cli
+from tenant_sdk.usage import OwnUsage
+from wire.call import Arithmetic, Call, Direction
+from wire.transport.identity import load_identity
+folder = Path({folder!r})
+
+class Client:
+    # a client as the commands use it, which has used something
+
+    def __init__(self, *_, **__):
+        self.own = OwnUsage(folder, load_identity(folder))
+        self.own.counter.answered(0, Call(0, Direction.FORWARD, Arithmetic.RING), 20, 3000, 4)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.own.close()
+
+    def generate(self, *_, **__):
+        used()
+
+    explain = generate
+
+def used(*_, **__):
+    print("used", flush=True)
+    signal.pause()
+
+cli._client = cli._checked_client = Client
+sys.modules["tenant_sdk.training.command"] = SimpleNamespace(finetune_command=used)
+sys.argv = ["tenant", *{words!r}]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain"], ""),
+        (["generate", "who?"], ""),
+        (
+            ["finetune", "rows.jsonl", "--output", "new"],
+            "tenant: stopped; the same command goes on from the last checkpoint, if there is one\n",
+        ),
+    ],
+)
+def test_what_was_used_is_saved_when_a_command_is_terminated(words: list[str], said: str, folder: Path) -> None:
+    code = TERMINATED.format(folder=str(folder), words=words)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "used\n"
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (128 + signal.SIGTERM, said)
     assert status_of(folder)["total"]["rows"] == 20

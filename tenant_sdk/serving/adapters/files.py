@@ -39,7 +39,6 @@ import math
 import os
 import re
 import stat
-import struct
 import threading
 import time
 from collections import OrderedDict
@@ -51,8 +50,16 @@ from typing import Any
 
 import torch
 
-from tenant_sdk.serving.adapters.peft_settings import (
+from tenant_sdk.adapter_files import (
+    CONFIG,
     MAX_CONFIG_BYTES,
+    NAME,
+    WEIGHTS,
+    check_config_bytes,
+    header_bytes,
+    what_is_missing,
+)
+from tenant_sdk.serving.adapters.peft_settings import (
     LoraSettings,
     ModuleSettings,
     NotServed,
@@ -62,16 +69,8 @@ from tenant_sdk.serving.adapters.peft_settings import (
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError, StorageError, VeilbaseError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Finds the names that an adapter may have, none of which leads out of a folder."""
-_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-
 # ---- what the weights' file holds ------------------------------------------------------------------------------------
 
-MAX_HEADER_BYTES = 8 << 20
-"""The longest header that is read, 8 MiB. A tensor takes about 150 bytes of header, and `MAX_TENSORS` tensors take
-3 MB."""
 MAX_TENSORS = 20_000
 """The most tensors of one adapter, enough for A and B of 10,000 layers."""
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -208,23 +207,6 @@ class OtherFile:
     def tensors(self) -> tuple[StoredTensor, ...]:
         """Returns the descriptions of all tensors."""
         return tuple(self.named.values())
-
-
-def header_bytes(name: str, start: bytes, file_bytes: int) -> int:
-    """Returns the length of a file's header in bytes.
-
-    Args:
-        name: the adapter's name, for error messages.
-        start: the first 8 bytes of the file.
-        file_bytes: the size of the whole file.
-
-    Raises:
-        ConfigurationError: the file is not a safetensors file, or its header is too long.
-    """
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - 8):
-        raise ConfigurationError(f"the adapter {name} has an adapter_model.safetensors that is no such file")
-    return int(length)
 
 
 def parse_weights(
@@ -612,8 +594,7 @@ class OpenAdapter:
             )
         with _disk_errors(self.name):
             content = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise ConfigurationError(f"the adapter {self.name} has more than {MAX_CONFIG_BYTES} bytes of settings")
+        check_config_bytes(self.name, content)
         with _disk_errors(self.name):
             start = os.pread(weights, 8, 0)
             self._header = os.pread(weights, header_bytes(self.name, start, num_bytes), 8)
@@ -737,18 +718,10 @@ def _open_files(name: str, folder: int, flags: int) -> OpenAdapter:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         config, weights = (_opened(stack, file, flags | os.O_NONBLOCK, folder) for file in (CONFIG, WEIGHTS))
         if config is None or weights is None:
-            raise ConfigurationError(_what_is_missing(name, folder, config is None))
+            raise ConfigurationError(what_is_missing(name, os.listdir(folder), config is None))
         opened = OpenAdapter(name, config, weights)
         stack.pop_all()  # from here on, `opened.close` closes the files
         return opened
-
-
-def _what_is_missing(name: str, folder: int, config: bool) -> str:
-    if config:
-        return f"the adapter {name} has no {CONFIG} that is a regular file and can be read: is it an adapter folder?"
-    if any(file in os.listdir(folder) for file in _PICKLES):
-        return f"the adapter {name} keeps its weights in a pickle, which is not opened: save it as safetensors"
-    return f"the adapter {name} has no {WEIGHTS} that is a regular file and can be read"
 
 
 def _refuse_twins(names: list[str]) -> None:

@@ -20,13 +20,13 @@ bound. All other settings must be off, or are settings of training.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tenant_sdk.adapter_files import json_object
 from tenant_sdk.base_names import check_base_name
 from tenant_sdk.serving.adapters.targets import Base, bounded_pattern, bounded_patterns, targeted
 from wire.errors import ConfigurationError
@@ -314,9 +314,6 @@ def _feedforward(name: str, config: Mapping[str, Any]) -> tuple[str, ...] | re.P
     raise ConfigurationError(f"the adapter {name} (IA3) has feedforward_modules that are no list of names")
 
 
-MAX_CONFIG_BYTES = 1 << 20
-"""The longest adapter_config.json that is read, 1 MiB. A file with a pattern for each layer of a large model takes
-about 100 kB."""
 MAX_DEPTH = 16
 """The most levels of lists and tables in an adapter_config.json. PEFT's own settings have up to four."""
 MAX_SCALING = 1e4
@@ -384,7 +381,7 @@ def read_settings(name: str, content: bytes, base: Base) -> dict[str, Any]:
         ConfigurationError: the file is no JSON object, its values are nested too deeply, or it is of an adapter for
             another model.
     """
-    config = _json_object(name, content)
+    config = json_object(name, content)
     _check_depth(name, config)
     check_base_name(name, config.get("base_model_name_or_path"), base.names, base.remedy)
     return config
@@ -426,18 +423,6 @@ def _lora_settings(name: str, config: dict[str, Any], base: Base) -> LoraSetting
         dora=config.get("use_dora") is True,
         targets=targeted(name, config, base),
     )
-
-
-def _json_object(name: str, content: bytes) -> dict[str, Any]:
-    try:
-        config = json.loads(
-            content.decode()
-        )  # From bytes, `loads` would also accept UTF-16 and UTF-32, which PEFT does not accept.
-    except (ValueError, RecursionError):  # `from None`: a parser's text may quote the file
-        config = None
-    if not isinstance(config, dict):
-        raise ConfigurationError(f"the adapter {name} has an adapter_config.json that is no JSON object") from None
-    return config
 
 
 def _check_depth(name: str, config: dict[str, Any]) -> None:

@@ -201,6 +201,7 @@ def test_flags_become_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("tenant_sdk.TenantClient", lambda *_, **__: Client())
     monkeypatch.setattr("tenant_sdk.endpoint.command.serve_command", lambda *_, **options: given.update(options))
+    (tmp_path / "config.json").write_text("{}")
     words = ["serve", "--unverified", "--port", "0", "--adapters", str(tmp_path), "--url", f"inproc:{tmp_path}"]
     flags = ["--device-slots", "3", "--base-name", "a", "--base-name", "b", "--adapter-dtype", "fp32"]
     of_engine = ["--max-running", "3", "--max-waiting", "5", "--default-max-tokens", "7", "--kv-dtype", "bf16"]

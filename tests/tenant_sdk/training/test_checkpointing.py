@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tenant_sdk.training import activation_checkpointing
-from tenant_sdk.training.activation_checkpointing import choose, estimate, has_dropout, resolve
+from tenant_sdk.training.activation_checkpointing import choose, estimate, has_dropout
+from tenant_sdk.training.settings import resolve
 from tests.support.spies import before_requests
 from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, StorageError

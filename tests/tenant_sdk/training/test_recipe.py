@@ -49,6 +49,20 @@ def test_every_option_is_a_flag_unless_it_holds_more_than_a_word() -> None:
     assert (flags["bf16"].opts, flags["bf16"].secondary_opts) == (["--bf16"], ["--no-bf16"])
 
 
+def test_a_plan_has_no_flag_that_changes_nothing_about_it(tmp_path: Path) -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    run, plan = ({option.name for option in commands[name].params} for name in ("finetune", "plan"))
+    left_out = {"plan", "output_dir", "overwrite", "resume", "report_to", "log_dir", "provider_wait_s"}
+    assert (run - plan, plan - run) == (left_out, {"out", "as_json", "price_per_gb", "price_per_hour"})
+    (tmp_path / "d.jsonl").write_text('{"text": "owl"}')
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    recipe = loaded(f"data: {tmp_path}/d.jsonl\noutput_dir: {tmp_path}/out\nplan: {tmp_path}/none.json", tmp_path)
+    check_recipe_early(recipe, is_run=False)
+    with pytest.raises(ConfigurationError, match="holds an adapter already"):
+        check_recipe_early(recipe)
+
+
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
     text = (
         NEEDED + "max_steps: 7\nkeep_best: true\nbatch_size: 2\nlearning_rate: 1e-2\nverify: null\nurl: grpcs://x:1\n"

@@ -631,12 +631,22 @@ def test_pickles_are_not_opened(folders: dict[str, Path], tmp_path: Path) -> Non
         TrustedCheckpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_damaged_checkpoint(name: str, folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("model.safetensors", b"\xff" * 64, "is damaged: expected a safetensors file"),
+        ("config.json", b"\xff" * 64, "is damaged: expected a JSON object"),
+        ("model.safetensors", b"\x10\0\0\0\0\0\0\0{" + b"\xff" * 64, "cannot read the trusted checkpoint"),
+        ("config.json", b"{}", "cannot read the trusted checkpoint"),
+    ],
+)
+def test_a_damaged_checkpoint(
+    name: str, content: bytes, expected: str, folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path
+) -> None:
     """The damaged checkpoint is the tenant's own, so the error must not accuse the provider."""
     shutil.copytree(folders["llama"], tmp_path, dirs_exist_ok=True)
-    (tmp_path / name).write_bytes(b"\xff" * 64)
-    with pytest.raises(ConfigurationError, match="cannot read the trusted checkpoint") as failure:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=expected) as failure:
         check(tmp_path, honest["llama"])
     assert "\n" not in str(failure.value)
 
