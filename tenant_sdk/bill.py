@@ -71,6 +71,7 @@ from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.activation_checkpointing import Checkpointing, estimate, has_dropout
 from tenant_sdk.training.checkpoints import Checkpoints, save_adapter
 from tenant_sdk.training.finetune import Prepared, Run
+from tenant_sdk.training.frozen_prefix import FrozenPrefix
 from tenant_sdk.training.loss import LOCAL_CHUNK_BYTES, REMOTE_CHUNK_BYTES
 from tenant_sdk.training.settings import FinetuneResult
 from tenant_sdk.training.token_rows import IGNORE_INDEX
@@ -152,6 +153,7 @@ class Bill:
         round_trips: how often the tenant waits for the provider.
         hint_bytes: the part of `bytes_down` that is for hints of the lattice mask.
         hint_disk_bytes: the disk that these hints take, whether they are fetched or computed.
+        prefix_disk_bytes: the disk that `cache_frozen_prefix` takes during the run.
         seconds: the time in all; None if nothing was measured.
         provider_s, tenant_s, mask_s, hint_s: its parts: the provider and the link; this machine's own layers and
             encoding; masks; hints.
@@ -173,6 +175,7 @@ class Bill:
     round_trips: int
     hint_bytes: int = 0
     hint_disk_bytes: int = 0
+    prefix_disk_bytes: int = 0
     seconds: float | None = None
     provider_s: float = 0.0
     tenant_s: float = 0.0
@@ -204,6 +207,8 @@ class Bill:
             rows.append(("hints", f"{fetched}, {size(self.hint_disk_bytes)} on disk"))
         elif self.hint_bytes:
             rows.append(("hints", f"{size(self.hint_bytes)} to fetch, not kept"))
+        if self.prefix_disk_bytes:
+            rows.append(("prefix", f"{size(self.prefix_disk_bytes)} on disk, encrypted, until the run ends"))
         if self.seconds is not None:
             rows.append(("time", self._time()))
         if self.memory_bytes:
@@ -584,6 +589,8 @@ class _Count:
     """The tenant's own tensors, the adapter with its gradients and AdamW's two moments, activations and logits."""
     local_bytes: int
     """The same for a run on this machine alone, without checkpointing and without the base layers' weights."""
+    prefix_bytes: int
+    """The disk that `cache_frozen_prefix` takes."""
 
 
 # ---- a run of Trainer over batches of which only the shapes are noted ------------------------------------------------
@@ -605,6 +612,33 @@ def _made_up(inputs: Mapping[str, torch.Tensor], shape: _Shape) -> dict[str, tor
     return made
 
 
+_KEPT = " without lower blocks"
+"""The end of the name of a kind of pass that leaves out the blocks below the lowest adapted one."""
+
+
+class _PlannedPrefix:
+    """Takes the place of a run's `PrefixCache`: it knows which rows would be kept, and keeps nothing."""
+
+    def __init__(self, prefix: FrozenPrefix) -> None:
+        self._prefix = prefix
+        self._met: set[int] = set()
+        self.leaves_out = False
+        """Whether passes leave out the lower blocks."""
+
+    def meet(self, positions: torch.Tensor) -> None:
+        """Decides about the lower blocks as a run does at a batch with these rows, which then count as kept."""
+        rows = set(positions.tolist())
+        self.leaves_out = rows <= self._met
+        self._met |= rows
+
+    def batch(self, positions: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for a pass over a tiny batch."""
+        return self._prefix.given(lambda hidden: hidden) if self.leaves_out else contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
 class _Counter:
     """Replaces the steps of a Trainer, so that it goes through a run's batches without computing them."""
 
@@ -616,12 +650,16 @@ class _Counter:
         self.passes: dict[str, _Pass] = {}
         self.is_exact = True
         self.num_tokens = 0
+        self._prefix: _PlannedPrefix | None = None
+        if getattr(trainer, "prefix", None) is not None:
+            trainer.prefix = self._prefix = _PlannedPrefix(trainer.prefix.prefix)
         step, predict = trainer.training_step, trainer.prediction_step
 
         def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
             self._note("training", inputs, lambda made: step(model, made, None))
             self.num_tokens += int(inputs["attention_mask"].sum())
             if time.thread_time() > self._until:
+                self._note_rest(inputs, lambda made: step(model, made, None))
                 trainer.control.should_training_stop = True
             return torch.zeros(())
 
@@ -663,12 +701,47 @@ class _Counter:
 
     def _note(self, kind: str, inputs: Mapping[str, torch.Tensor], run: Callable[[Any], Any]) -> None:
         shape = self.windowed.shape(inputs)
-        if kind not in self.passes:
-            began, began_s = time.thread_time(), time.perf_counter()
-            self.passes[kind] = self._learn(kind, inputs, shape, run)
-            self._until += time.thread_time() - began
-            self.learning_s += time.perf_counter() - began_s
+        if self._prefix is not None:
+            self._prefix.meet(inputs["positions"])
+            kind += _KEPT if self._prefix.leaves_out else ""
+        self._know(kind, inputs, shape, run)
         self.passes[kind].shapes[shape] += 1
+
+    def _know(self, kind: str, inputs: Any, shape: _Shape, run: Callable[[Any], Any]) -> None:
+        if kind in self.passes:
+            return
+        began, began_s = time.thread_time(), time.perf_counter()
+        self.passes[kind] = self._learn(kind, inputs, shape, run)
+        self._until += time.thread_time() - began
+        self.learning_s += time.perf_counter() - began_s
+
+    def _note_rest(self, inputs: Any, run: Callable[[Any], Any]) -> None:
+        """Learns of passes without lower blocks, if a count that ends early has met none."""
+        if self._prefix is not None:
+            self._prefix.leaves_out = True
+            self._know(f"training{_KEPT}", inputs, self.windowed.shape(inputs), run)
+
+    def times(self, scale: float) -> Iterator[tuple[str, _Shape, float]]:
+        """Yields (kind of pass, shape, number of such batches in the run) for all batches.
+
+        Args:
+            scale: how many times as many steps the run has as were counted.
+        """
+        for kind, each in self.passes.items():
+            if kind.endswith(_KEPT):
+                continue
+            kept = self.passes.get(f"{kind}{_KEPT}")
+            met = each.shapes.total()
+            met_again = 0 if kept is None else kept.shapes.total()
+            first, again = (scale if kind != "reference" else 1.0) * met, scale * met_again
+            if kept is not None and scale != 1.0:  # rows are met for the first time once, however long the run is
+                whole = scale * (met + met_again)
+                first = met if met_again else min(whole, len(self._trainer.get_train_dataloader()))
+                again = whole - first
+            for shape, times in each.shapes.items():
+                yield kind, shape, first * times / met
+            for shape, times in (kept.shapes if met_again else each.shapes).items() if kept is not None else ():
+                yield f"{kind}{_KEPT}", shape, again * times / (met_again or met)
 
     def _learn(self, kind: str, inputs: Mapping[str, torch.Tensor], shape: _Shape, run: Callable[[Any], Any]) -> _Pass:
         """Runs tiny batches, and returns how calls follow from shapes, and how long they take here."""
@@ -681,7 +754,7 @@ class _Counter:
                 samples.append((self.windowed.features(sample, window), self._recorder.taken()))
             laws, is_exact = _laws(samples)
             self.is_exact &= is_exact
-            if kind == "training":
+            if kind == "training":  # which is met before any that leaves out lower blocks
                 self.optimizer_s = self._optimizer_s()
             small = sample[0] * sample[1]
             typical = self._typical(shape, unit)
@@ -767,6 +840,7 @@ def _counted(
     began: float,
 ) -> _Count:
     options, model = run.options, trainer.model
+    prefix_bytes = trainer.prefix.num_bytes if getattr(trainer, "prefix", None) is not None else 0
     args = trainer.args
     args.save_strategy = args.logging_strategy = type(args.save_strategy)("no")
     args.load_best_model_at_end = False
@@ -789,17 +863,16 @@ def _counted(
     base = model.get_base_model()
     chunk = max(1, REMOTE_CHUNK_BYTES // (4 * int(base.config.get_text_config().vocab_size)))
     head_rows = chunk, options.window_tokens or chunk
-    for kind, each in counter.passes.items():
-        factor = 1.0 if kind == "reference" else scale
-        for shape, times in each.shapes.items():
-            tokens = shape[0] * (shape[1] + num_virtual)
-            positions += factor * times * tokens
-            tenant_s += factor * times * (each.fixed_s + each.token_s * tokens)
-            features = counter.windowed.features(shape)
-            for law in each.laws:
-                most = None if law.key[0] in blocks else head_rows[kind == "training"]
-                for key, rows, count in law.at(features, most):
-                    calls[key, rows] += round(factor * times * count)
+    for kind, shape, times in counter.times(scale):
+        each = counter.passes[kind]
+        tokens = shape[0] * (shape[1] + num_virtual)
+        positions += times * tokens
+        tenant_s += times * (each.fixed_s + each.token_s * tokens)
+        features = counter.windowed.features(shape)
+        for law in each.laws:
+            most = None if law.key[0] in blocks else head_rows[kind.startswith("training")]
+            for key, rows, count in law.at(features, most):
+                calls[key, rows] += round(times * count)
     own_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if not each.is_meta)
     own_bytes += 3 * sum(each.nbytes for each in model.parameters() if each.requires_grad) + 3 * LOCAL_CHUNK_BYTES
     longest = run.rows.longest_batch(options.batch_size, num_virtual)
@@ -811,7 +884,7 @@ def _counted(
         kept_bytes = estimate(base, min(longest, options.window_tokens), has_dropout(model)).plain
     return _Count(
         calls, steps, round(counter.num_tokens * scale), round(positions), tenant_s,
-        counter.is_exact and scale == 1.0, own_bytes + kept_bytes, own_bytes + need.plain,
+        counter.is_exact and scale == 1.0, own_bytes + kept_bytes, own_bytes + need.plain, prefix_bytes,
     )  # fmt: skip
 
 
@@ -1202,7 +1275,7 @@ class Planner:
         hints = wire.hints(missing)
         bill = Bill(
             "finetune", count.steps, count.tokens, count.positions, up + hints[0], down + hints[1], trips + hints[2],
-            hint_bytes=hints[1], hint_disk_bytes=hints[3],
+            hint_bytes=hints[1], hint_disk_bytes=hints[3], prefix_disk_bytes=count.prefix_bytes,
             memory_bytes=count.memory_bytes + _pool_bytes(wire, count.calls),
             local_bytes=count.local_bytes + 4 * wire.num_weights, is_exact=count.is_exact,
             savings=_savings(wire, self.session, count.calls, up + down), run=prepared.run_id, **self._about(),

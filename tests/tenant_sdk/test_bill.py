@@ -27,7 +27,7 @@ from tenant_sdk import Bill, TenantClient, bill, cli
 from tenant_sdk.bill import PROBE_ROWS, Planner, Saving
 from tenant_sdk.endpoint.command import serve_command
 from tenant_sdk.endpoint.settings import EndpointSettings
-from tenant_sdk.testing import ScriptedProvider
+from tenant_sdk.testing import ScriptedProvider, save_tiny_model
 from tests.support.lattice import TOY
 from tests.support.providers import make_served_model, serving
 from tests.support.spies import before_requests, opened_sessions
@@ -46,6 +46,11 @@ PAIRS = [
         ("what? ", "a copper owl", "an owl"), ("why so? ", "no reason", "because of rain"), ("how? ", "by boat", "so"),
     )
 ]  # fmt: skip
+
+
+UPPER = lora(
+    target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], layers_to_transform=[1]
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +87,10 @@ def planned_and_taken(
         (lora(init_lora_weights="olora"), {}),
         (lora(), {"checkpointing": "recompute"}),
         (lora(), {"checkpointing": "replies", "eval_data": 0.25}),
+        (UPPER, {"cache_frozen_prefix": True, "max_steps": 7, "batch_size": 3}),
+        (UPPER, {"cache_frozen_prefix": True, "max_steps": 3, "batch_size": 3, "gradient_accumulation_steps": 2}),
+        (UPPER, {"cache_frozen_prefix": True, "max_steps": 5, "eval_data": 0.25, "eval_steps": 2}),
+        (UPPER, {"cache_frozen_prefix": True, "num_epochs": 2.5, "max_steps": None, "checkpointing": "recompute"}),
         (lora(), {"window_tokens": 40}),
         (lora(), {"window_tokens": 40, "checkpointing": "replies"}),
         (PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"), {"window_tokens": 30}),
@@ -179,6 +188,46 @@ def test_a_count_that_ends_early_is_an_estimate(provider: ScriptedProvider, monk
     assert not part.is_exact
     assert part.steps == whole.steps
     assert 0.7 < part.num_bytes / whole.num_bytes < 1.3
+
+
+@pytest.mark.parametrize(("epochs", "counted_in"), [(4, "the first epoch"), (12, "a later epoch")])
+def test_a_count_that_ends_early_knows_the_kept_prefix(
+    provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch, epochs: int, counted_in: str
+) -> None:
+    options = {**QUICKER, "max_steps": 2 * epochs, "cache_frozen_prefix": True}
+    with provider.client(mask="off") as client:
+        whole = client.plan(ROWS, UPPER, **options)
+        if counted_in == "the first epoch":
+            monkeypatch.setattr(Planner, "run", functools.partialmethod(Planner.run, count_s=-1e9))
+        else:
+            clock = itertools.chain([0.0] * 12, itertools.repeat(1e9))
+            monkeypatch.setattr(bill.time, "thread_time", lambda: next(clock))
+        part = client.plan(ROWS, UPPER, **options)
+    assert whole.is_exact
+    assert not part.is_exact
+    assert 0.9 < part.num_bytes / whole.num_bytes < 1.1
+    assert part.prefix_disk_bytes == whole.prefix_disk_bytes > 0
+
+
+@pytest.mark.parametrize(("num_adapted", "saved"), [(10, 0.48), (6, 0.65)])
+def test_what_a_kept_prefix_saves_of_a_model_of_30_blocks(
+    tmp_path_factory: pytest.TempPathFactory, num_adapted: int, saved: float
+) -> None:
+    """The shapes are those of SmolLM2-135M by a sixteenth: 30 blocks, 9 heads, 3 of keys, a head that stays here."""
+    folder = tmp_path_factory.mktemp("thirty")
+    save_tiny_model(
+        folder, num_hidden_layers=30, hidden_size=36, intermediate_size=96, num_attention_heads=9, num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    config = lora(target_modules=UPPER.target_modules, layers_to_transform=list(range(30 - num_adapted, 30)))
+    bytes_of: dict[tuple[bool, int], int] = {}
+    with ScriptedProvider(model=folder) as provider, provider.client(mask="off") as client:
+        for is_kept in (False, True):
+            for num_epochs in (2, 3):
+                options = {**QUICKER, "max_steps": 2 * num_epochs, "cache_frozen_prefix": is_kept}
+                bytes_of[is_kept, num_epochs] = client.plan(ROWS, config, **options).num_bytes
+    later, kept = (bytes_of[is_kept, 3] - bytes_of[is_kept, 2] for is_kept in (False, True))
+    assert 1 - kept / later >= saved
 
 
 def test_what_fewer_layers_and_bits_would_save(provider: ScriptedProvider, tmp_path: Path) -> None:
