@@ -65,13 +65,14 @@ from noise.scheme import GroupSpec, Masked, MaskScheme, decode_rows, encode_rows
 from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.model.remote_group import RemoteExecutor, most_rows
 from tenant_sdk.model.run_state import RunStates
+from tenant_sdk.peft_model import virtual_tokens
 from tenant_sdk.plain_values import positive
 from tenant_sdk.session import Session
 from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.activation_checkpointing import Checkpointing, estimate, has_dropout
 from tenant_sdk.training.checkpoints import Checkpoints, save_adapter
 from tenant_sdk.training.finetune import Prepared, Run
-from tenant_sdk.training.frozen_prefix import FrozenPrefix
+from tenant_sdk.training.frozen_prefix import FrozenPrefix, frozen_prefix
 from tenant_sdk.training.loss import LOCAL_CHUNK_BYTES, REMOTE_CHUNK_BYTES
 from tenant_sdk.training.settings import FinetuneResult
 from tenant_sdk.training.token_rows import IGNORE_INDEX
@@ -568,6 +569,8 @@ class _Pass:
 
     laws: list[_Law] = field(default_factory=list)
     shapes: Counter[_Shape] = field(default_factory=Counter)
+    again: Counter[_Shape] = field(default_factory=Counter)
+    """Those of them whose rows had all been met before."""
     fixed_s: float = 0.0
     """The seconds that a batch takes here, however small."""
     token_s: float = 0.0
@@ -591,6 +594,10 @@ class _Count:
     """The same for a run on this machine alone, without checkpointing and without the base layers' weights."""
     prefix_bytes: int
     """The disk that `cache_frozen_prefix` takes."""
+    again: Counter[tuple[_Key, int]]
+    """The forward calls of batches whose rows had all been met before; none if they are not known."""
+    first: int
+    """The number of blocks that `cache_frozen_prefix` would leave out; 0 if it is not possible, or on."""
 
 
 # ---- a run of Trainer over batches of which only the shapes are noted ------------------------------------------------
@@ -706,6 +713,20 @@ class _Counter:
             kind += _KEPT if self._prefix.leaves_out else ""
         self._know(kind, inputs, shape, run)
         self.passes[kind].shapes[shape] += 1
+        if self._prefix is None:
+            is_again = self.passes[kind].shapes.total() > self._num_batches(kind)
+        else:
+            is_again = self._prefix.leaves_out
+        self.passes[kind].again[shape] += is_again
+
+    def _num_batches(self, kind: str) -> float:
+        """Returns after how many batches of a kind every row was met."""
+        trainer, args = self._trainer, self._trainer.args
+        if kind == "training":
+            return math.ceil(len(trainer.train_dataset) / args.per_device_train_batch_size)
+        if kind == "evaluation":
+            return math.ceil(len(trainer.eval_dataset) / args.per_device_eval_batch_size)
+        return math.inf
 
     def _know(self, kind: str, inputs: Any, shape: _Shape, run: Callable[[Any], Any]) -> None:
         if kind in self.passes:
@@ -736,7 +757,7 @@ class _Counter:
             first, again = (scale if kind != "reference" else 1.0) * met, scale * met_again
             if kept is not None and scale != 1.0:  # rows are met for the first time once, however long the run is
                 whole = scale * (met + met_again)
-                first = met if met_again else min(whole, len(self._trainer.get_train_dataloader()))
+                first = met if met_again else min(whole, self._num_batches("training"))
                 again = whole - first
             for shape, times in each.shapes.items():
                 yield kind, shape, first * times / met
@@ -885,7 +906,34 @@ def _counted(
     return _Count(
         calls, steps, round(counter.num_tokens * scale), round(positions), tenant_s,
         counter.is_exact and scale == 1.0, own_bytes + kept_bytes, own_bytes + need.plain, prefix_bytes,
+        _calls_again(counter, blocks) if scale == 1.0 else Counter(),
+        0 if prefix_bytes else _first_of_prefix(run, model),
     )  # fmt: skip
+
+
+def _calls_again(counter: _Counter, blocks: Mapping[int, int]) -> Counter[tuple[_Key, int]]:
+    """Returns the forward calls of all blocks in batches whose rows had all been met before."""
+    calls: Counter[tuple[_Key, int]] = Counter()
+    for each in counter.passes.values():
+        for shape, times in each.again.items():
+            features = counter.windowed.features(shape)
+            for law in each.laws:
+                if law.key[0] in blocks and law.key[1] is Direction.FORWARD:
+                    for key, rows, count in law.at(features):
+                        calls[key, rows] += times * count
+    return calls
+
+
+def _first_of_prefix(run: Run, model: Any) -> int:
+    """Returns how many blocks `cache_frozen_prefix` would leave out; 0 if it is not possible. The model is of no use
+    afterwards."""
+    options = run.options
+    if options.window_tokens is not None or run.rows.are_preferences or virtual_tokens(run.peft_config):
+        return 0
+    try:
+        return frozen_prefix(model, bf16=options.bf16).first
+    except VeilbaseError:
+        return 0
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
@@ -1016,8 +1064,39 @@ def _blocks(manifest: Manifest) -> dict[int, int]:
     return {number: int(match[1]) for number, match in found.items() if match is not None}
 
 
-def _savings(wire: _Wire, session: Session, calls: Mapping[tuple[_Key, int], int], now: int) -> tuple[Saving, ...]:
-    """Returns the settings that would save bytes, the largest first."""
+def _below(again: Mapping[tuple[_Key, int], int], blocks: Mapping[int, int], first: int) -> Counter[Any]:
+    """Returns those of some calls that are for blocks below `first`."""
+    return Counter({call: count for call, count in again.items() if blocks.get(call[0][0], first) < first})
+
+
+def _savings(wire: _Wire, session: Session, count: _Count, now: int) -> tuple[Saving, ...]:
+    """Returns the settings that would save bytes, the largest first.
+
+    Args:
+        now: the bytes of the run without hints.
+    """
+    calls, found = count.calls, _savings_of_precision(wire, session, count.calls, now)
+    blocks = _blocks(session.manifest)
+    num_blocks = max(blocks.values(), default=0) + 1
+    is_trained = any(key[1] is Direction.BACKWARD for key, _ in calls)
+    parts = {num_blocks - -(-num_blocks // part): name for part, name in ((3, "third"), (2, "half"))}
+    for first, name in parts.items():
+        if is_trained and first > 0:
+            fewer = Counter(_fewer_layers(calls, blocks, first))
+            if count.prefix_bytes:
+                fewer -= _below(count.again, blocks, first)
+            up, down, _ = wire.both(fewer)
+            setting = f"adapters on the upper {name} of the blocks only ({first} to {num_blocks - 1})"
+            found.append(Saving(setting, now - up - down))
+    if not count.prefix_bytes:
+        up, down, _ = wire.both(Counter(calls) - _below(count.again, blocks, count.first))
+        found.append(Saving("keeping the frozen prefix (--cache-frozen-prefix)", now - up - down))
+    return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
+
+
+def _savings_of_precision(
+    wire: _Wire, session: Session, calls: Mapping[tuple[_Key, int], int], now: int
+) -> list[Saving]:
     found = []
     for precision in PRECISIONS:
         is_allowed = session.verifier is None or precision != "short"
@@ -1028,16 +1107,7 @@ def _savings(wire: _Wire, session: Session, calls: Mapping[tuple[_Key, int], int
         ):
             up, down, _ = wire.both(calls, precision)
             found.append(Saving(f"precision {precision} (--precision)", now - up - down))
-    blocks = _blocks(session.manifest)
-    num_blocks = max(blocks.values(), default=0) + 1
-    is_trained = any(key[1] is Direction.BACKWARD for key, _ in calls)
-    parts = {num_blocks - -(-num_blocks // part): name for part, name in ((3, "third"), (2, "half"))}
-    for first, name in parts.items():
-        if is_trained and first > 0:
-            up, down, _ = wire.both(_fewer_layers(calls, blocks, first))
-            setting = f"adapters on the upper {name} of the blocks only ({first} to {num_blocks - 1})"
-            found.append(Saving(setting, now - up - down))
-    return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
+    return found
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -1278,7 +1348,7 @@ class Planner:
             hint_bytes=hints[1], hint_disk_bytes=hints[3], prefix_disk_bytes=count.prefix_bytes,
             memory_bytes=count.memory_bytes + _pool_bytes(wire, count.calls),
             local_bytes=count.local_bytes + 4 * wire.num_weights, is_exact=count.is_exact,
-            savings=_savings(wire, self.session, count.calls, up + down), run=prepared.run_id, **self._about(),
+            savings=_savings(wire, self.session, count, up + down), run=prepared.run_id, **self._about(),
         )  # fmt: skip
         if bill.num_bytes < probe_from_bytes:
             return bill
@@ -1327,7 +1397,7 @@ class Planner:
         bill = Bill(
             "tokens", requests * new_tokens, tokens, tokens - requests,
             up + hints[0], down + hints[1], trips + hints[2], hint_bytes=hints[1], hint_disk_bytes=hints[3],
-            savings=_savings(wire, self.session, calls, up + down),
+            savings=tuple(_savings_of_precision(wire, self.session, calls, up + down)),
             **self._about(),
         )  # fmt: skip
         return self._timed(bill, wire, calls, (Direction.FORWARD,), missing, requests * tenant_s, probe_s)

@@ -257,7 +257,7 @@ class KeepsPrefix:
         return nullcontext() if self.prefix is None else self.prefix.batch(positions)
 
 
-class EvaluatesInChunks:
+class EvaluatesInChunks(KeepsPrefix):
     """Is a mixin of transformers' Trainer, for a model that `score_tokens` has changed.
 
     An evaluation's loss is that of the stock Trainer: the mean of the batches' losses. Its accuracy is the part of all
@@ -377,7 +377,7 @@ class WarmsUpFromTheFirstStep:
         return trainer.lr_scheduler
 
 
-class CompletionTrainer(KeepsPrefix, EvaluatesInChunks, WarmsUpFromTheFirstStep, SavesAdapter, Trainer):  # type: ignore[misc]
+class CompletionTrainer(EvaluatesInChunks, WarmsUpFromTheFirstStep, SavesAdapter, Trainer):  # type: ignore[misc]
     """Trains with the loss that `chunk_loss` gives the model, or else with `completion_loss`, and counts tokens."""
 
     num_tokens = 0

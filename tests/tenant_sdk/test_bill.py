@@ -48,9 +48,8 @@ PAIRS = [
 ]  # fmt: skip
 
 
-UPPER = lora(
-    target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], layers_to_transform=[1]
-)  # fmt: skip
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+UPPER = lora(target_modules=EVERY, layers_to_transform=[1])
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +215,10 @@ def test_what_a_kept_prefix_saves_of_a_model_of_30_blocks(
     """The shapes are those of SmolLM2-135M by a sixteenth: 30 blocks, 9 heads, 3 of keys, a head that stays here."""
     folder = tmp_path_factory.mktemp("thirty")
     save_tiny_model(
-        folder, num_hidden_layers=30, hidden_size=36, intermediate_size=96, num_attention_heads=9, num_key_value_heads=3,
-        tie_word_embeddings=True,
+        folder, num_hidden_layers=30, hidden_size=36, intermediate_size=96, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True,
     )  # fmt: skip
-    config = lora(target_modules=UPPER.target_modules, layers_to_transform=list(range(30 - num_adapted, 30)))
+    config = lora(target_modules=EVERY, layers_to_transform=list(range(30 - num_adapted, 30)))
     bytes_of: dict[tuple[bool, int], int] = {}
     with ScriptedProvider(model=folder) as provider, provider.client(mask="off") as client:
         for is_kept in (False, True):
@@ -244,6 +243,20 @@ def test_what_fewer_layers_and_bits_would_save(provider: ScriptedProvider, tmp_p
         Saving("precision balanced (--precision)", bill.num_bytes - balanced.num_bytes),
     }  # and not `short`, which does not go with verify
     assert all(each.num_bytes > 0 for each in bill.savings)
+
+
+def test_what_keeping_the_prefix_would_save(provider: ScriptedProvider) -> None:
+    options = {**QUICKER, "max_steps": 7, "batch_size": 3, "eval_data": 0.25}
+    with provider.client(mask="off") as client:
+        without = client.plan(ROWS, UPPER, **options)
+        kept = client.plan(ROWS, UPPER, **options, cache_frozen_prefix=True)
+        lowest = client.plan(ROWS, lora(), **options)
+        of_the_head = client.plan(ROWS, lora(target_modules=["lm_head"]), **options, cache_frozen_prefix=True)
+    named = {each.setting: each.num_bytes for each in without.savings}
+    assert named == {"keeping the frozen prefix (--cache-frozen-prefix)": without.num_bytes - kept.num_bytes}
+    assert kept.num_bytes < without.num_bytes
+    assert not any("prefix" in each.setting for bill in (kept, lowest, of_the_head) for each in bill.savings)
+    assert "prefix" in [line.split()[0] for line in str(kept).splitlines()]
 
 
 def test_bytes_of_answers(provider: ScriptedProvider) -> None:
