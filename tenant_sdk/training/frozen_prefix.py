@@ -324,6 +324,10 @@ def _filled(hidden: Hidden, rows: Sequence[torch.Tensor], lengths: Sequence[int]
     return filled
 
 
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.1f} kB"
+
+
 # ---- the rows of a run -----------------------------------------------------------------------------------------------
 
 
@@ -356,13 +360,13 @@ class PrefixCache:
         free = free_disk(self._folder)
         if self.num_bytes > free:
             raise StorageError(
-                f"expected {self.num_bytes / 1e6:.1f} MB of free disk for {_OPTION} at {self._folder}, got "
-                f"{free / 1e6:.1f}: make room, or leave the option out"
+                f"expected {_size(self.num_bytes)} of free disk for {_OPTION} at {self._folder}, got {_size(free)}: "
+                "make room, or leave the option out"
             )
         self._store.reserve(self.num_bytes)
         where = "memory (tmpfs)" if is_in_memory(self._folder) else "disk"
         return (
-            f"{_OPTION}: {self.num_bytes / 1e6:.1f} MB of {where} for what enters block {self.prefix.first} of "
+            f"{_OPTION}: {_size(self.num_bytes)} of {where} for what enters block {self.prefix.first} of "
             f"{self.prefix.num_blocks}, encrypted, until the run ends"
         )
 
