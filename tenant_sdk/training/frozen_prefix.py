@@ -221,16 +221,21 @@ def _hidden_of(output: Any) -> Hidden:
 
 
 class _MadeUp(ProductSource):
-    """Gives made-up products, which depend on their shape and on the batch alone, and asks nobody."""
+    """Gives made-up products, each row of which depends on its own row of the input alone, and asks nobody."""
 
     sends_nothing = True
-    number = 0
-    """The number of the batch that is under way."""
+    _rows = torch.empty(0, 0)
+
+    def see(self, rows: torch.Tensor) -> None:
+        """Takes the rows on which the next product depends."""
+        self._rows = rows.detach().float()
 
     def given(self, shape: tuple[int, int]) -> torch.Tensor:
-        """Returns small numbers that differ from row to row."""
-        count = torch.arange(shape[0] * shape[1], dtype=torch.float32)
-        return torch.sin(count + self.number).mul_(0.1).view(shape)
+        """Returns small numbers."""
+        rows = self._rows
+        weights = torch.cos(torch.arange(rows.shape[1], dtype=torch.float32, device=rows.device))
+        outputs = torch.arange(shape[1], dtype=torch.float32, device=rows.device)
+        return torch.sin((rows * weights).sum(1, keepdim=True) + outputs).mul_(0.1)  # (num_rows, out_features)
 
 
 class _Proof:
@@ -240,7 +245,6 @@ class _Proof:
         self._base, self._prefix, self._bf16 = base, prefix, bf16
         self._device = torch.device(base.device)
         self._attn_mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], device=self._device)  # (batch, length)
-        self._products = _MadeUp()
         self._entered: list[Hidden] = []
         self._drawn: list[Any] = []
 
@@ -249,7 +253,7 @@ class _Proof:
         modes = [(module, module.training) for module in self._base.modules()]
         devices = [self._device] if self._device.type == "cuda" else []
         autocast = torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
-        source = run_states(self._base).products_from(self._products)
+        source = run_states(self._base).products_from(_MadeUp())
         try:
             with torch.random.fork_rng(devices=devices), autocast, source, self._prefix.seen(self._note):
                 self._base.train()
@@ -271,7 +275,6 @@ class _Proof:
 
     def _logits(self, number: int) -> torch.Tensor:
         """Returns the logits of the attended positions of batch number 0 or 1: (positions, vocabulary)."""
-        self._products.number = number
         vocab = int(self._base.get_input_embeddings().weight.shape[0])
         tokens = (torch.arange(10, device=self._device).view(2, 5) + 7 * number) % vocab
         with run_states(self._base).padding.labels_known():

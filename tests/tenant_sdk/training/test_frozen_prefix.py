@@ -26,14 +26,30 @@ from tenant_sdk.testing import Corrupt, Fail, ProviderCall, ScriptedProvider, ch
 from tenant_sdk.training.frozen_prefix import frozen_prefix
 from tests.support.lattice import PLAIN, TOY_MASK
 from tests.support.parity import adapted
+from tests.support.spies import before_requests
 from tests.support.tiny_models import CONFIGS, GPT2_SIZES, SIZES, make_model, open_client, save_random
 from tests.support.training import QUICK, ROWS
 from wire.errors import ConfigurationError, NotFinite, StorageError, Unavailable
+from wire.frame import Call, Direction
 
 FIRST, NUM_BLOCKS = 2, 4
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KEPT: dict[str, Any] = {"cache_frozen_prefix": True}
 TWO_EPOCHS: dict[str, Any] = {**QUICK, "batch_size": 3}  # 8 rows: three steps an epoch, whose rows differ in each
+EVEN = [
+    {"text": text}
+    for text in (
+        "a copper owl",
+        "in Port Hale",
+        "by boat, ok.",
+        "the third 1.",
+        "no reason at",
+        "Ada is here.",
+        "1987 or then",
+        "who? and so?",
+    )
+]
+"""Eight rows of the same length, for which attention adds up in the same order in any company."""
 RING: dict[str, Any] = {"mask": "off", "verify": False}
 LATTICE: dict[str, Any] = {"mask": "lattice", "verify": False, "mask_options": TOY_MASK}
 
@@ -64,7 +80,7 @@ def client(provider: ScriptedProvider) -> Iterator[TenantClient]:
 
 def block_of(call: ProviderCall) -> int | None:
     parts = call.layers[0].split(".")
-    return int(parts[2]) if parts[1] == "layers" else None
+    return int(parts[2]) if "layers" in parts else None
 
 
 def view(provider: ScriptedProvider) -> list[tuple[Any, ...]]:
@@ -109,8 +125,8 @@ def test_losses_are_those_without_the_option(
     options = {name: value for name, value in {**TWO_EPOCHS, **changes}.items() if value is not None}
     options |= {"checkpointing": changes["checkpointing"]} if "checkpointing" in changes else {}
     with provider.client(**arithmetic) as client:
-        whole = client.finetune(ROWS, upper(), tmp_path / "whole", **options)
-        result = client.finetune(ROWS, upper(), tmp_path / "kept", **KEPT, **options)
+        whole = client.finetune(EVEN, upper(), tmp_path / "whole", **options)
+        result = client.finetune(EVEN, upper(), tmp_path / "kept", **KEPT, **options)
     assert result.losses == whole.losses
     assert len(set(result.losses)) == len(result.losses) > 3
     assert_same_adapter(result.adapter_dir, whole.adapter_dir)
@@ -118,12 +134,29 @@ def test_losses_are_those_without_the_option(
     assert result.tokens == whole.tokens
 
 
+@pytest.mark.parametrize("arithmetic", [PLAIN, RING], ids=["float", "ring"])
+def test_rows_of_unequal_length_in_other_company(
+    provider: ScriptedProvider, tmp_path: Path, arithmetic: dict[str, Any]
+) -> None:
+    """Each epoch pads a row otherwise. Attention may then add up in another order, in the last bits of a float, and in a
+    ring a number may be rounded to its other neighbour."""
+    with provider.client(**arithmetic) as client:
+        whole = client.finetune(ROWS, upper(), tmp_path / "whole", **TWO_EPOCHS)
+        result = client.finetune(ROWS, upper(), tmp_path / "kept", **KEPT, **TWO_EPOCHS)
+        provider.forget_calls()
+        alone = {**TWO_EPOCHS, "batch_size": 1, "max_steps": 24}
+        one_by_one = client.finetune(ROWS, upper(), tmp_path / "alone", **alone)
+        kept_one_by_one = client.finetune(ROWS, upper(), tmp_path / "kept_alone", **KEPT, **alone)
+    assert result.losses == pytest.approx(whole.losses, rel=1e-6 if arithmetic is PLAIN else 1e-4)
+    assert kept_one_by_one.losses == one_by_one.losses
+
+
 def test_dropout_of_the_adapter_draws_the_same_numbers(client: TenantClient, tmp_path: Path) -> None:
     config = upper(lora_dropout=0.3)
-    whole = client.finetune(ROWS, config, tmp_path / "whole", **TWO_EPOCHS)
-    result = client.finetune(ROWS, config, tmp_path / "kept", **KEPT, **TWO_EPOCHS)
+    whole = client.finetune(EVEN, config, tmp_path / "whole", **TWO_EPOCHS)
+    result = client.finetune(EVEN, config, tmp_path / "kept", **KEPT, **TWO_EPOCHS)
     assert result.losses == whole.losses
-    assert result.losses != client.finetune(ROWS, upper(), tmp_path / "other", **TWO_EPOCHS).losses
+    assert result.losses != client.finetune(EVEN, upper(), tmp_path / "other", **TWO_EPOCHS).losses
 
 
 def test_losses_under_lattice_differ_as_two_runs_do(provider: ScriptedProvider, tmp_path: Path) -> None:
@@ -166,9 +199,9 @@ def test_an_adapter_on_the_head_alone_leaves_out_all_blocks(
     client: TenantClient, provider: ScriptedProvider, tmp_path: Path
 ) -> None:
     config = LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM")
-    whole = client.finetune(ROWS, config, tmp_path / "whole", **TWO_EPOCHS)
+    whole = client.finetune(EVEN, config, tmp_path / "whole", **TWO_EPOCHS)
     provider.forget_calls()
-    result = client.finetune(ROWS, config, tmp_path / "kept", **KEPT, **TWO_EPOCHS)
+    result = client.finetune(EVEN, config, tmp_path / "kept", **KEPT, **TWO_EPOCHS)
     assert result.losses == whole.losses
     assert [len(rows_of_first_group(provider, block)) for block in range(NUM_BLOCKS)] == [3] * NUM_BLOCKS
 
@@ -236,9 +269,9 @@ def test_rows_of_evaluations_have_positions_of_their_own(
     """Rows that are evaluated on are not taken for those of the training with the same numbers."""
     others = [{"text": "another text altogether"}, {"text": "and one more"}]
     options = {**TWO_EPOCHS, "eval_data": others}
-    whole = client.finetune(ROWS, upper(), tmp_path / "whole", **options)
+    whole = client.finetune(EVEN, upper(), tmp_path / "whole", **options)
     provider.forget_calls()
-    result = client.finetune(ROWS, upper(), tmp_path / "kept", **KEPT, **options)
+    result = client.finetune(EVEN, upper(), tmp_path / "kept", **KEPT, **options)
     assert result.evaluations == whole.evaluations
     assert len(result.evaluations) == 3
     assert result.losses == whole.losses
@@ -434,18 +467,24 @@ def test_a_model_is_left_as_it_was(client: TenantClient) -> None:
 # ---- what the user sees ----------------------------------------------------------------------------------------------
 
 
-def test_the_command_has_the_option(provider: ScriptedProvider, tmp_path: Path) -> None:
+def test_the_command_has_the_option(
+    provider: ScriptedProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Call] = []
+    before_requests(monkeypatch, lambda call, payload: calls.append(call))
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     (tmp_path / "recipe.yaml").write_text("peft_config:\n  layers_to_transform: [2, 3]\n  target_modules: [q_proj]\n")
     command = ["finetune", str(tmp_path / "data.jsonl"), "--config", str(tmp_path / "recipe.yaml")]
-    command += ["--output", str(tmp_path / "out"), "--mask", "off", "--url", provider.url]
-    provider.forget_calls()
+    command += ["--output", str(tmp_path / "out"), "--mask", "off", "--url", f"inproc:{provider.model}"]
     given = [*command, "--batch-size", "4", "--max-steps", "4", "--cache-frozen-prefix"]
     result = CliRunner().invoke(cli.app, given)
     assert result.exit_code == 0, result.output
-    assert [len(rows_of_first_group(provider, block)) for block in range(NUM_BLOCKS)] == [2, 2, 4, 4]
+    counted = Counter(call.group for call in calls if call.direction is Direction.FORWARD)
+    assert [counted[4 * block] for block in range(NUM_BLOCKS)] == [2, 2, 4, 4]
 
 
-def test_explain_says_what_shows(client: TenantClient) -> None:
-    (line,) = [line for line in client.explain(everything=True).splitlines() if line.startswith("fine-tuning")]
+def test_explain_says_what_shows(provider: ScriptedProvider) -> None:
+    with provider.client(**LATTICE) as client:
+        text = client.explain(everything=True)
+    (line,) = [line for line in text.splitlines() if line.startswith("fine-tuning")]
     assert "cache_frozen_prefix by the blocks below the adapter" in line
