@@ -723,9 +723,9 @@ class _Counter:
         """Returns after how many batches of a kind every row was met."""
         trainer, args = self._trainer, self._trainer.args
         if kind == "training":
-            return math.ceil(len(trainer.train_dataset) / args.per_device_train_batch_size)
+            return float(math.ceil(len(trainer.train_dataset) / args.per_device_train_batch_size))
         if kind == "evaluation":
-            return math.ceil(len(trainer.eval_dataset) / args.per_device_eval_batch_size)
+            return float(math.ceil(len(trainer.eval_dataset) / args.per_device_eval_batch_size))
         return math.inf
 
     def _know(self, kind: str, inputs: Any, shape: _Shape, run: Callable[[Any], Any]) -> None:

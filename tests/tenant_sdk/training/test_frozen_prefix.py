@@ -138,8 +138,8 @@ def test_losses_are_those_without_the_option(
 def test_rows_of_unequal_length_in_other_company(
     provider: ScriptedProvider, tmp_path: Path, arithmetic: dict[str, Any]
 ) -> None:
-    """Each epoch pads a row otherwise. Attention may then add up in another order, in the last bits of a float, and in a
-    ring a number may be rounded to its other neighbour."""
+    """Each epoch pads a row otherwise. Attention may then add up in another order, which changes the last bits of a
+    float, and in ring arithmetic a number may be rounded to its other neighbour."""
     with provider.client(**arithmetic) as client:
         whole = client.finetune(ROWS, upper(), tmp_path / "whole", **TWO_EPOCHS)
         result = client.finetune(ROWS, upper(), tmp_path / "kept", **KEPT, **TWO_EPOCHS)
