@@ -61,6 +61,7 @@ from noise.scheme import GroupSpec, Masked, MaskScheme, decode_rows, encode_rows
 from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.model.remote_group import RemoteExecutor, most_rows
 from tenant_sdk.model.run_state import RunStates
+from tenant_sdk.peft_model import virtual_tokens
 from tenant_sdk.plain_values import positive
 from tenant_sdk.plan_file import Bill, Saving
 from tenant_sdk.session import Session
@@ -68,6 +69,7 @@ from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.activation_checkpointing import Checkpointing, estimate, has_dropout
 from tenant_sdk.training.checkpoints import Checkpoints, save_adapter
 from tenant_sdk.training.finetune import Prepared, Run
+from tenant_sdk.training.frozen_prefix import FrozenPrefix, frozen_prefix
 from tenant_sdk.training.loss import LOCAL_CHUNK_BYTES, REMOTE_CHUNK_BYTES
 from tenant_sdk.training.token_rows import IGNORE_INDEX
 from tenant_sdk.training.trainers import StopEarly, own_accelerate_state
@@ -331,6 +333,8 @@ class _Pass:
 
     laws: list[_Law] = field(default_factory=list)
     shapes: Counter[_Shape] = field(default_factory=Counter)
+    again: Counter[_Shape] = field(default_factory=Counter)
+    """Those of them whose rows had all been met before."""
     fixed_s: float = 0.0
     """The seconds that a batch takes here, however small."""
     token_s: float = 0.0
@@ -352,6 +356,12 @@ class _Count:
     """The tenant's own tensors, the adapter with its gradients and AdamW's two moments, activations and logits."""
     local_bytes: int
     """The same for a run on this machine alone, without checkpointing and without the base layers' weights."""
+    prefix_bytes: int
+    """The disk that `cache_frozen_prefix` takes."""
+    again: Counter[tuple[_Key, int]]
+    """The forward calls of batches whose rows had all been met before; none if they are not known."""
+    first: int
+    """The number of blocks that `cache_frozen_prefix` would leave out; 0 if it is not possible, or on."""
 
 
 # ---- a run of Trainer over batches of which only the shapes are noted ------------------------------------------------
@@ -373,6 +383,33 @@ def _made_up(inputs: Mapping[str, torch.Tensor], shape: _Shape) -> dict[str, tor
     return made
 
 
+_KEPT = " without lower blocks"
+"""The end of the name of a kind of pass that leaves out the blocks below the lowest adapted one."""
+
+
+class _PlannedPrefix:
+    """Takes the place of a run's `PrefixCache`: it knows which rows would be kept, and keeps nothing."""
+
+    def __init__(self, prefix: FrozenPrefix) -> None:
+        self._prefix = prefix
+        self._met: set[int] = set()
+        self.leaves_out = False
+        """Whether passes leave out the lower blocks."""
+
+    def meet(self, positions: torch.Tensor) -> None:
+        """Decides about the lower blocks as a run does at a batch with these rows, which then count as kept."""
+        rows = set(positions.tolist())
+        self.leaves_out = rows <= self._met
+        self._met |= rows
+
+    def batch(self, positions: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for a pass over a tiny batch."""
+        return self._prefix.given(lambda hidden: hidden) if self.leaves_out else contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
 class _Counter:
     """Replaces the steps of a Trainer, so that it goes through a run's batches without computing them."""
 
@@ -384,12 +421,16 @@ class _Counter:
         self.passes: dict[str, _Pass] = {}
         self.is_exact = True
         self.num_tokens = 0
+        self._prefix: _PlannedPrefix | None = None
+        if getattr(trainer, "prefix", None) is not None:
+            trainer.prefix = self._prefix = _PlannedPrefix(trainer.prefix.prefix)
         step, predict = trainer.training_step, trainer.prediction_step
 
         def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
             self._note("training", inputs, lambda made: step(model, made, None))
             self.num_tokens += int(inputs["attention_mask"].sum())
             if time.thread_time() > self._until:
+                self._note_rest(inputs, lambda made: step(model, made, None))
                 trainer.control.should_training_stop = True
             return torch.zeros(())
 
@@ -431,12 +472,61 @@ class _Counter:
 
     def _note(self, kind: str, inputs: Mapping[str, torch.Tensor], run: Callable[[Any], Any]) -> None:
         shape = self.windowed.shape(inputs)
-        if kind not in self.passes:
-            began, began_s = time.thread_time(), time.perf_counter()
-            self.passes[kind] = self._learn(kind, inputs, shape, run)
-            self._until += time.thread_time() - began
-            self.learning_s += time.perf_counter() - began_s
+        if self._prefix is not None:
+            self._prefix.meet(inputs["positions"])
+            kind += _KEPT if self._prefix.leaves_out else ""
+        self._know(kind, inputs, shape, run)
         self.passes[kind].shapes[shape] += 1
+        if self._prefix is None:
+            is_again = self.passes[kind].shapes.total() > self._num_batches(kind)
+        else:
+            is_again = self._prefix.leaves_out
+        self.passes[kind].again[shape] += is_again
+
+    def _num_batches(self, kind: str) -> float:
+        """Returns after how many batches of a kind every row was met."""
+        trainer, args = self._trainer, self._trainer.args
+        if kind == "training":
+            return float(math.ceil(len(trainer.train_dataset) / args.per_device_train_batch_size))
+        if kind == "evaluation":
+            return float(math.ceil(len(trainer.eval_dataset) / args.per_device_eval_batch_size))
+        return math.inf
+
+    def _know(self, kind: str, inputs: Any, shape: _Shape, run: Callable[[Any], Any]) -> None:
+        if kind in self.passes:
+            return
+        began, began_s = time.thread_time(), time.perf_counter()
+        self.passes[kind] = self._learn(kind, inputs, shape, run)
+        self._until += time.thread_time() - began
+        self.learning_s += time.perf_counter() - began_s
+
+    def _note_rest(self, inputs: Any, run: Callable[[Any], Any]) -> None:
+        """Learns of passes without lower blocks, if a count that ends early has met none."""
+        if self._prefix is not None:
+            self._prefix.leaves_out = True
+            self._know(f"training{_KEPT}", inputs, self.windowed.shape(inputs), run)
+
+    def times(self, scale: float) -> Iterator[tuple[str, _Shape, float]]:
+        """Yields (kind of pass, shape, number of such batches in the run) for all batches.
+
+        Args:
+            scale: how many times as many steps the run has as were counted.
+        """
+        for kind, each in self.passes.items():
+            if kind.endswith(_KEPT):
+                continue
+            kept = self.passes.get(f"{kind}{_KEPT}")
+            met = each.shapes.total()
+            met_again = 0 if kept is None else kept.shapes.total()
+            first, again = (scale if kind != "reference" else 1.0) * met, scale * met_again
+            if kept is not None and scale != 1.0:  # rows are met for the first time once, however long the run is
+                whole = scale * (met + met_again)
+                first = met if met_again else min(whole, self._num_batches("training"))
+                again = whole - first
+            for shape, times in each.shapes.items():
+                yield kind, shape, first * times / met
+            for shape, times in (kept.shapes if met_again else each.shapes).items() if kept is not None else ():
+                yield f"{kind}{_KEPT}", shape, again * times / (met_again or met)
 
     def _learn(self, kind: str, inputs: Mapping[str, torch.Tensor], shape: _Shape, run: Callable[[Any], Any]) -> _Pass:
         """Runs tiny batches, and returns how calls follow from shapes, and how long they take here."""
@@ -449,7 +539,7 @@ class _Counter:
                 samples.append((self.windowed.features(sample, window), self._recorder.taken()))
             laws, is_exact = _laws(samples)
             self.is_exact &= is_exact
-            if kind == "training":
+            if kind == "training":  # which is met before any that leaves out lower blocks
                 self.optimizer_s = self._optimizer_s()
             small = sample[0] * sample[1]
             typical = self._typical(shape, unit)
@@ -535,6 +625,7 @@ def _counted(
     began: float,
 ) -> _Count:
     options, model = run.options, trainer.model
+    prefix_bytes = trainer.prefix.num_bytes if getattr(trainer, "prefix", None) is not None else 0
     args = trainer.args
     args.save_strategy = args.logging_strategy = type(args.save_strategy)("no")
     args.load_best_model_at_end = False
@@ -557,17 +648,16 @@ def _counted(
     base = model.get_base_model()
     chunk = max(1, REMOTE_CHUNK_BYTES // (4 * int(base.config.get_text_config().vocab_size)))
     head_rows = chunk, options.window_tokens or chunk
-    for kind, each in counter.passes.items():
-        factor = 1.0 if kind == "reference" else scale
-        for shape, times in each.shapes.items():
-            tokens = shape[0] * (shape[1] + num_virtual)
-            positions += factor * times * tokens
-            tenant_s += factor * times * (each.fixed_s + each.token_s * tokens)
-            features = counter.windowed.features(shape)
-            for law in each.laws:
-                most = None if law.key[0] in blocks else head_rows[kind == "training"]
-                for key, rows, count in law.at(features, most):
-                    calls[key, rows] += round(factor * times * count)
+    for kind, shape, times in counter.times(scale):
+        each = counter.passes[kind]
+        tokens = shape[0] * (shape[1] + num_virtual)
+        positions += times * tokens
+        tenant_s += times * (each.fixed_s + each.token_s * tokens)
+        features = counter.windowed.features(shape)
+        for law in each.laws:
+            most = None if law.key[0] in blocks else head_rows[kind.startswith("training")]
+            for key, rows, count in law.at(features, most):
+                calls[key, rows] += round(times * count)
     own_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if not each.is_meta)
     own_bytes += 3 * sum(each.nbytes for each in model.parameters() if each.requires_grad) + 3 * LOCAL_CHUNK_BYTES
     longest = run.rows.longest_batch(options.batch_size, num_virtual)
@@ -579,8 +669,35 @@ def _counted(
         kept_bytes = estimate(base, min(longest, options.window_tokens), has_dropout(model)).plain
     return _Count(
         calls, steps, round(counter.num_tokens * scale), round(positions), tenant_s,
-        counter.is_exact and scale == 1.0, own_bytes + kept_bytes, own_bytes + need.plain,
+        counter.is_exact and scale == 1.0, own_bytes + kept_bytes, own_bytes + need.plain, prefix_bytes,
+        _calls_again(counter, blocks) if scale == 1.0 else Counter(),
+        0 if prefix_bytes else _first_of_prefix(run, model),
     )  # fmt: skip
+
+
+def _calls_again(counter: _Counter, blocks: Mapping[int, int]) -> Counter[tuple[_Key, int]]:
+    """Returns the forward calls of all blocks in batches whose rows had all been met before."""
+    calls: Counter[tuple[_Key, int]] = Counter()
+    for each in counter.passes.values():
+        for shape, times in each.again.items():
+            features = counter.windowed.features(shape)
+            for law in each.laws:
+                if law.key[0] in blocks and law.key[1] is Direction.FORWARD:
+                    for key, rows, count in law.at(features):
+                        calls[key, rows] += times * count
+    return calls
+
+
+def _first_of_prefix(run: Run, model: Any) -> int:
+    """Returns how many blocks `cache_frozen_prefix` would leave out; 0 if it is not possible. The model is of no use
+    afterwards."""
+    options = run.options
+    if options.window_tokens is not None or run.rows.are_preferences or virtual_tokens(run.peft_config):
+        return 0
+    try:
+        return frozen_prefix(model, bf16=options.bf16).first
+    except VeilbaseError:
+        return 0
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
@@ -711,8 +828,39 @@ def _blocks(manifest: Manifest) -> dict[int, int]:
     return {number: int(match[1]) for number, match in found.items() if match is not None}
 
 
-def _savings(wire: _Wire, session: Session, calls: Mapping[tuple[_Key, int], int], now: int) -> tuple[Saving, ...]:
-    """Returns the settings that would save bytes, the largest first."""
+def _below(again: Mapping[tuple[_Key, int], int], blocks: Mapping[int, int], first: int) -> Counter[Any]:
+    """Returns those of some calls that are for blocks below `first`."""
+    return Counter({call: count for call, count in again.items() if blocks.get(call[0][0], first) < first})
+
+
+def _savings(wire: _Wire, session: Session, count: _Count, now: int) -> tuple[Saving, ...]:
+    """Returns the settings that would save bytes, the largest first.
+
+    Args:
+        now: the bytes of the run without hints.
+    """
+    calls, found = count.calls, _savings_of_precision(wire, session, count.calls, now)
+    blocks = _blocks(session.manifest)
+    num_blocks = max(blocks.values(), default=0) + 1
+    is_trained = any(key[1] is Direction.BACKWARD for key, _ in calls)
+    parts = {num_blocks - -(-num_blocks // part): name for part, name in ((3, "third"), (2, "half"))}
+    for first, name in parts.items():
+        if is_trained and first > 0:
+            fewer = Counter(_fewer_layers(calls, blocks, first))
+            if count.prefix_bytes:
+                fewer -= _below(count.again, blocks, first)
+            up, down, _ = wire.both(fewer)
+            setting = f"adapters on the upper {name} of the blocks only ({first} to {num_blocks - 1})"
+            found.append(Saving(setting, now - up - down))
+    if not count.prefix_bytes:
+        up, down, _ = wire.both(Counter(calls) - _below(count.again, blocks, count.first))
+        found.append(Saving("keeping the frozen prefix (--cache-frozen-prefix)", now - up - down))
+    return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
+
+
+def _savings_of_precision(
+    wire: _Wire, session: Session, calls: Mapping[tuple[_Key, int], int], now: int
+) -> list[Saving]:
     found = []
     for precision in PRECISIONS:
         is_allowed = session.verifier is None or precision != "short"
@@ -723,16 +871,7 @@ def _savings(wire: _Wire, session: Session, calls: Mapping[tuple[_Key, int], int
         ):
             up, down, _ = wire.both(calls, precision)
             found.append(Saving(f"precision {precision} (--precision)", now - up - down))
-    blocks = _blocks(session.manifest)
-    num_blocks = max(blocks.values(), default=0) + 1
-    is_trained = any(key[1] is Direction.BACKWARD for key, _ in calls)
-    parts = {num_blocks - -(-num_blocks // part): name for part, name in ((3, "third"), (2, "half"))}
-    for first, name in parts.items():
-        if is_trained and first > 0:
-            up, down, _ = wire.both(_fewer_layers(calls, blocks, first))
-            setting = f"adapters on the upper {name} of the blocks only ({first} to {num_blocks - 1})"
-            found.append(Saving(setting, now - up - down))
-    return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
+    return found
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -970,10 +1109,10 @@ class Planner:
         hints = wire.hints(missing)
         bill = Bill(
             "finetune", count.steps, count.tokens, count.positions, up + hints[0], down + hints[1], trips + hints[2],
-            hint_bytes=hints[1], hint_disk_bytes=hints[3],
+            hint_bytes=hints[1], hint_disk_bytes=hints[3], prefix_disk_bytes=count.prefix_bytes,
             memory_bytes=count.memory_bytes + _pool_bytes(wire, count.calls),
             local_bytes=count.local_bytes + 4 * wire.num_weights, is_exact=count.is_exact,
-            savings=_savings(wire, self.session, count.calls, up + down), run=prepared.run_id,
+            savings=_savings(wire, self.session, count, up + down), run=prepared.run_id,
             parts=prepared.parts, **self._about(),
         )  # fmt: skip
         if bill.num_bytes < probe_from_bytes:
@@ -1023,7 +1162,7 @@ class Planner:
         bill = Bill(
             "tokens", requests * new_tokens, tokens, tokens - requests,
             up + hints[0], down + hints[1], trips + hints[2], hint_bytes=hints[1], hint_disk_bytes=hints[3],
-            savings=_savings(wire, self.session, calls, up + down),
+            savings=tuple(_savings_of_precision(wire, self.session, calls, up + down)),
             **self._about(),
         )  # fmt: skip
         return self._timed(bill, wire, calls, (Direction.FORWARD,), missing, requests * tenant_s, probe_s)

@@ -53,7 +53,9 @@ _LABELS = (
 _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 _TRAINING = (
     "an evaluation shows as forward passes of the same rows, at the steps that you set; a preference as two sequences, "
-    "each sent forward twice; truncation='drop' by how many rows are left"
+    "each sent forward twice; truncation='drop' by how many rows are left; cache_frozen_prefix by the blocks below the "
+    "adapter, which are called in the first epoch only: so the first epoch shows, by the numbers of rows and steps, "
+    "and nothing of what rows say, not even that two are alike"
 )
 
 _MEANINGS = {

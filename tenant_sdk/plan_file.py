@@ -54,6 +54,7 @@ class Bill:
         round_trips: how often the tenant waits for the provider.
         hint_bytes: the part of `bytes_down` that is for hints of the lattice mask.
         hint_disk_bytes: the disk that these hints take, whether they are fetched or computed.
+        prefix_disk_bytes: the disk that `cache_frozen_prefix` takes during the run.
         seconds: the time in all; None if nothing was measured.
         provider_s, tenant_s, mask_s, hint_s: its parts: the provider and the link; this machine's own layers and
             encoding; masks; hints.
@@ -76,6 +77,7 @@ class Bill:
     round_trips: int
     hint_bytes: int = 0
     hint_disk_bytes: int = 0
+    prefix_disk_bytes: int = 0
     seconds: float | None = None
     provider_s: float = 0.0
     tenant_s: float = 0.0
@@ -108,6 +110,8 @@ class Bill:
             rows.append(("hints", f"{fetched}, {size(self.hint_disk_bytes)} on disk"))
         elif self.hint_bytes:
             rows.append(("hints", f"{size(self.hint_bytes)} to fetch, not kept"))
+        if self.prefix_disk_bytes:
+            rows.append(("prefix", f"{size(self.prefix_disk_bytes)} on disk, encrypted, until the run ends"))
         if self.seconds is not None:
             rows.append(("time", self._time()))
         if self.memory_bytes:

@@ -105,8 +105,8 @@ _ENOUGH_TOKENS = 256
 """For how many tokens the default budget holds masks and effects in both directions: a block of 512 rows of every layer
 while tokens are generated, or about half a training step."""
 STEP_BYTES = 96 << 20
-"""The default of what the worker makes ahead for calls of half a block or more, those of training: a step uses every row
-once and in the same order, so the worker is ahead of it with the rows of a few layers, and more would only wait."""
+"""The default of what the worker makes ahead for calls of half a block or more, those of training: a step uses every
+row once and in the same order, so the worker is ahead of it with the rows of a few layers, and more would only wait."""
 _LEAVE_S = 10.0
 """The seconds that the process waits at its exit for a pool's thread that is making blocks. Eight blocks of the widest
 layer take a second or two."""
@@ -622,8 +622,8 @@ class MaskPool:
         (a piece).
 
         If the budget holds a block for every shelf, whole blocks are made: shelves run out one after the other, so that
-        on average each holds half a block. If not, a piece is half of the rows that the budget holds for every shelf, so
-        that all shelves can be refilled before one has run out.
+        on average each holds half a block. If not, a piece is half of the rows that the budget holds for every shelf,
+        so that all shelves can be refilled before one has run out.
         """
         last = {direction: 0 for _, direction in self._shelves}
         for (_, direction), shelf in self._shelves.items():

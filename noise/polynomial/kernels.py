@@ -86,8 +86,8 @@ def _loaded() -> ctypes.CDLL:
 
 
 class Form:
-    """Holds the compiled functions for registers of one width. Forms keep transforms in different layouts and return the
-    same products.
+    """Holds the compiled functions for registers of one width. Forms keep transforms in different layouts and return
+    the same products.
 
     Attributes:
         name: `avx2` or `avx512`.

@@ -109,6 +109,7 @@ def _asked(layer: Any, rows: torch.Tensor) -> torch.Tensor:
     """Returns rows·Wᵀ from this thread's source of products (tenant_sdk/model/run_state.py), which is usually the
     provider."""
     source = group_of(layer).run_states.current.source
+    source.see(rows)
     product = source.given((rows.shape[0], layer_shape(layer)[0]))
     if product is None:
         product = base_products.transposed_product(layer, rows)

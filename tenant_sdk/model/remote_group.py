@@ -412,6 +412,7 @@ class RemoteGroup:
         if source is PROVIDER:
             product = self._executor.run(self.spec, Direction.FORWARD, rows, self.run_states).to(out_dtype)
         else:
+            source.see(rows)
             given = source.given((rows.shape[0], self.spec.out_features))
             if given is None:
                 with torch._C.DisableTorchFunction():  # masks and checks multiply too: no mode may keep what they use

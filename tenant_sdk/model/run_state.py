@@ -48,6 +48,9 @@ class ProductSource:
     sends_nothing = False
     """Whether every product is given, so that the thread must not ask the provider for any other either."""
 
+    def see(self, rows: torch.Tensor) -> None:
+        """Gets the rows of a forward product, shape (num_rows, in_features), before `given` is asked for it."""
+
     def given(self, shape: tuple[int, int]) -> torch.Tensor | None:
         """Returns a forward product in place of the provider's; None to ask the provider.
 

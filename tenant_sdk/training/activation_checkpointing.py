@@ -29,6 +29,7 @@ Guarantees:
   dropout), is computed again, which gives the same numbers;
 - the key of the file is drawn from the operating system when a store is made, is only in memory, and is used by this
   store alone. No nonce is used twice: the nonce is the number of the stored reply, which counts up;
+- a forked child drops the key and its handle of the file, and can neither read nor write;
 - the file has no name once it is open, so it disappears when the process ends. If stored bytes have changed, reading
   them is an error, so no gradient is wrong. `reserve` takes the space on disk, so a full disk shows before a step and
   not during it.
@@ -47,6 +48,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -76,10 +78,14 @@ _PIECE_BYTES = 1 << 20
 """The bytes that are encrypted and written at a time, so that a reply of any size needs one small buffer."""
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
+_INSTEAD = (
+    "choose another memory_budget_mb or checkpointing='recompute' (--memory-budget-mb, --checkpointing)"
+)  # fmt: skip
+"""What errors advise where the disk of a step's replies cannot be used."""
 
 
 class KeptReply(ABC):
-    """Holds one stored reply, which `take` returns once. If this object is deleted, the store forgets the reply."""
+    """Holds one stored reply. If this object is deleted, the store forgets the reply."""
 
     @abstractmethod
     def take(self) -> torch.Tensor:
@@ -91,24 +97,28 @@ class KeptReply(ABC):
 
 
 class ReplyStore:
-    """Keeps replies in memory up to a budget, and beyond the budget in an encrypted file."""
+    """Keeps replies, or other tensors, in memory up to a budget, and beyond the budget in an encrypted file."""
 
-    def __init__(self, memory_bytes: int, folder: Path) -> None:
+    def __init__(
+        self, memory_bytes: int, folder: Path, name: str = "the store of replies", instead: str = _INSTEAD
+    ) -> None:  # fmt: skip
         """Makes an empty store; the file is made when it is first needed.
 
         Args:
             memory_bytes: the most bytes of replies in memory; with 0 all go to the file.
             folder: the folder on whose disk the file is made.
+            name, instead: what errors call the store, and what they advise where its disk cannot be used.
         """
-        self.memory_bytes, self._folder = memory_bytes, folder
+        self.memory_bytes, self._folder, self._name, self._instead = memory_bytes, folder, name, instead
         self._in_memory = self._on_disk = 0  # bytes of the replies that are kept now; on disk, their number
         self._end = self._reserved = 0  # the file's next free byte, and its size
         self._extra_bytes = 0  # how many bytes `keep_extra` may still take
         self._num_records = 0
-        self._key = os.urandom(_KEY_BYTES)
+        self._key = bytearray(os.urandom(_KEY_BYTES))
         self._file: IO[bytes] | None = None
         self._piece = bytearray(0)
         self._lock = threading.RLock()  # a dropped reply may free its place while this thread is in here
+        _STORES.add(self)
 
     def reserve(self, num_bytes: int, extra_bytes: int = 0) -> None:
         """Reserves space on disk for the part of a step's replies that does not fit into memory.
@@ -190,13 +200,13 @@ class ReplyStore:
                 part = plain[begin : begin + _PIECE_BYTES]
                 encrypted = memoryview(self._piece)[: len(part)]
                 if os.preadv(file.fileno(), [encrypted], start + begin) != len(part):
-                    raise StorageError(f"the store of replies in {self._folder} is damaged: its file is too short")
+                    raise StorageError(f"{self._name} in {self._folder} is damaged: it is too short")
                 decryptor.update_into(encrypted, part)
             try:
                 decryptor.finalize()
             except InvalidTag:
                 raise StorageError(
-                    f"the store of replies in {self._folder} is damaged: it gave back other bytes than were written"
+                    f"{self._name} in {self._folder} is damaged: it gave back other bytes than were written"
                 ) from None
 
     def _grow(self, size: int) -> None:
@@ -218,8 +228,7 @@ class ReplyStore:
         except (OSError, ValueError) as exc:  # ValueError: the file was closed
             reason = exc.strerror if isinstance(exc, OSError) else "it was closed"
             raise StorageError(
-                f"the store of replies in {self._folder} cannot be used ({reason}): make room there, or choose "
-                "another memory_budget_mb or checkpointing='recompute' (--memory-budget-mb, --checkpointing)"
+                f"{self._name} in {self._folder} cannot be used ({reason}): make room there, or {self._instead}"
             ) from None
 
     def forget(self, in_memory: int = 0, on_disk: int = 0) -> None:
@@ -240,7 +249,24 @@ class ReplyStore:
         with self._lock:
             if self._file is not None:
                 self._file.close()
-            self._key = b""
+            self._key[:] = bytes(len(self._key))
+            self._key = bytearray()  # no cipher takes an empty key
+
+    def forget_in_child(self) -> None:
+        """Closes the store in a forked child."""
+        self._lock = threading.RLock()  # a thread that held the old one is not in this process
+        self.close()
+
+
+_STORES: weakref.WeakSet[ReplyStore] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for store in list(_STORES):
+        store.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class _InMemory(KeptReply):
@@ -683,7 +709,7 @@ def choose(
     budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free * _SHARE_OF_MEMORY)
     in_memory = max(0, budget - need.working)
     if mode == "replies" and memory_budget_mb is None:
-        is_roomy = need.stored * 1.2 + _SPARE_DISK_BYTES <= _free_disk(folder)
+        is_roomy = need.stored * 1.2 + _SPARE_DISK_BYTES <= free_disk(folder)
         if is_roomy and not is_in_memory(folder):
             in_memory = 0
         else:
@@ -691,20 +717,20 @@ def choose(
             _LOGGER.warning("replies fill half of the free memory before the disk: that of %s %s", folder, why)
     if mode == "auto":
         mode = None if need.plain <= budget or not base.supports_gradient_checkpointing else "replies"
-        if mode == "replies" and need.stored - in_memory > _free_disk(folder):
+        if mode == "replies" and need.stored - in_memory > free_disk(folder):
             mode = "recompute"
     if mode != "replies":
         return Checkpointing(mode, None)
-    if need.stored - in_memory > _free_disk(folder):
+    if need.stored - in_memory > free_disk(folder):
         raise StorageError(
             f"expected {(need.stored - in_memory) / 1e6:.0f} MB of free disk for replies at {folder}, got "
-            f"{_free_disk(folder) / 1e6:.0f}: make room, or choose checkpointing='recompute' (--checkpointing)"
+            f"{free_disk(folder) / 1e6:.0f}: make room, or choose checkpointing='recompute' (--checkpointing)"
         )
     per_row = need.replies // max(1, num_rows), need.results // max(1, num_rows)
     return Checkpointing(mode, ReplyStore(in_memory, folder), per_row)
 
 
-def _free_disk(folder: Path) -> int:
+def free_disk(folder: Path) -> int:
     """Returns the free bytes of the disk on which a folder is or will be."""
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     try:

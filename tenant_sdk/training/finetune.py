@@ -56,6 +56,7 @@ from tenant_sdk.training.checkpoints import (
     step_of,
 )
 from tenant_sdk.training.dataset import are_preferences
+from tenant_sdk.training.frozen_prefix import PrefixCache, check_config, check_repeats, frozen_prefix
 from tenant_sdk.training.loss import chunk_loss, score_tokens
 from tenant_sdk.training.pruning import prune
 from tenant_sdk.training.settings import FinetuneOptions, FinetuneResult
@@ -63,6 +64,8 @@ from tenant_sdk.training.token_rows import (
     Collator,
     RunData,
     check_kind,
+    num_tokens_of,
+    numbered,
     parse_data,
     sources,
     token_data,
@@ -182,6 +185,8 @@ def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None,
     # a copy: PEFT writes into the config, and a repeated call must have the same fingerprint
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     check_trainable(peft_config)
+    if options.cache_frozen_prefix:
+        check_config(peft_config)
     num_virtual = virtual_tokens(peft_config)
     parsed = parse_data(data, options.eval_data, options.seed)
     check_kind(parsed, peft_config)
@@ -192,6 +197,8 @@ def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None,
     longest = min(options.max_length or room, room)
     with told_if_slow("turning the data into tokens", to_stderr if options.progress else None):
         rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, options.truncation)
+    if options.cache_frozen_prefix:
+        check_repeats(options, len(rows.rows), bool(rows.eval_rows))
     digests = [group.digest for group in manifest.groups]
     data_id = sources(parsed, session.text, longest, session.bucket, options.truncation)
     about = data_id, peft_config.to_dict(), options.identity()
@@ -294,6 +301,7 @@ class Run:
                 trainer.add_callback(StepLosses(self.on_step))
             try:
                 if start is None or not self._restore_finished(trainer, start):
+                    self._open_prefix(trainer)
                     before = self.session.traffic.bytes_down
                     self.session.fetch_hints(backward=True)
                     self.hint_bytes += self.session.traffic.bytes_down - before
@@ -310,13 +318,14 @@ class Run:
         """Makes the model with its adapter and the trainer of an attempt, and the way in which it saves memory."""
         model = _adapted(self.session, self.peft_config, self.options.seed)
         num_virtual = virtual_tokens(self.peft_config)
+        prefix = self._cut(model) if self.options.cache_frozen_prefix else None  # before checkpointing is turned on
         kept, windows = self._save_memory(model, num_virtual)
-        with closing(kept):
+        with closing(kept), nullcontext() if prefix is None else closing(prefix):
             trainer = _make_trainer(
                 model, self.rows, self.options, self.checkpoints, self.session, run_states(model).current
             )
             if isinstance(trainer, CompletionTrainer):
-                trainer.windows = windows
+                trainer.windows, trainer.prefix = windows, prefix
                 _prepare_loss(trainer, self.session.bucket, num_virtual)
             trainer.before_forward = lambda inputs: kept.before_step(inputs.numel() + num_virtual * inputs.shape[0])
             yield trainer, kept
@@ -335,6 +344,20 @@ class Run:
     def rows(self) -> RunData:
         """Returns the token rows."""
         return self.prepared.rows
+
+    def _cut(self, model: Any) -> PrefixCache:
+        """Prepares a model for leaving out the blocks below its adapter. The cache is this attempt's own."""
+        lengths = [num_tokens_of(row) for row in (*self.rows.rows, *self.rows.eval_rows)]
+        return PrefixCache(
+            frozen_prefix(model, bf16=self.options.bf16), lengths, checkpoints_folder(self.output_dir)
+        )  # fmt: skip
+
+    def _open_prefix(self, trainer: Any) -> None:
+        prefix: PrefixCache | None = getattr(trainer, "prefix", None)
+        if prefix is not None:
+            said = prefix.open()
+            if self.options.progress:
+                to_stderr(said)
 
     def _save_memory(self, model: Any, num_virtual: int) -> tuple[Checkpointing, Windows | None]:
         """Prepares a model for activation checkpointing and windows, as far as the run has them, and returns both."""
@@ -521,6 +544,10 @@ def _make_trainer(
         callbacks.append(StopEarly(settings.early_stopping_steps, settings.early_stopping_threshold))
     pad = pad_token(session.tokenizer)
     trainer: Any
+    train_rows: list[Any] = rows.rows
+    eval_rows: list[Any] = rows.eval_rows
+    if settings.cache_frozen_prefix:
+        train_rows, eval_rows = numbered(train_rows, 0), numbered(eval_rows, len(train_rows))
     if rows.are_preferences:
         from tenant_sdk.training.preference_trainer import make_preference_trainer
 
@@ -529,8 +556,8 @@ def _make_trainer(
         )
     else:
         trainer = CompletionTrainer(
-            model=model, args=TrainingArguments(**arguments), train_dataset=rows.rows,
-            eval_dataset=rows.eval_rows or None, data_collator=Collator(pad), callbacks=callbacks,
+            model=model, args=TrainingArguments(**arguments), train_dataset=train_rows,
+            eval_dataset=eval_rows or None, data_collator=Collator(pad), callbacks=callbacks,
         )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)

@@ -81,6 +81,9 @@ class FinetuneOptions:
         memory_budget_mb: the memory in MB that a step's activations may take, for `auto` and `replies`; by default
             half of what is free for `auto`, and the disk alone for `replies`.
         gradient_checkpointing: True is the same as checkpointing="recompute"; transformers has this name for it.
+        cache_frozen_prefix: whether what enters the lowest adapted block is kept in an encrypted file, so that the
+            blocks below are computed, and sent, in the first epoch only (docs/finetune.md, "Adapters on upper blocks").
+            Refused where it would not be exact.
         resume: None resumes from a checkpoint of the same run if there is one; True requires a checkpoint; False
             starts over.
         overwrite: whether an adapter that `output_dir` holds already is replaced; otherwise that is an error.
@@ -228,6 +231,12 @@ class FinetuneOptions:
         default=None, metadata=_told("memory for activations, in MB", "Memory", shown="what is free", page="memory.md")
     )
     gradient_checkpointing: bool = field(default=False, metadata=_told("the same as checkpointing recompute", "Memory"))
+    cache_frozen_prefix: bool = field(
+        default=False,
+        metadata=_told(
+            "keep what enters the lowest adapted block on disk: blocks below are sent in the first epoch only", "Memory"
+        ),
+    )
     report_to: str | None = field(
         default=None,
         metadata=_told(
@@ -290,6 +299,11 @@ class FinetuneOptions:
             )
         if self.dpo_loss not in _DPO_LOSSES:
             raise _no_such("dpo_loss", self.dpo_loss, _DPO_LOSSES)
+        if self.cache_frozen_prefix and self.window_tokens is not None:
+            raise ConfigurationError(
+                "cache_frozen_prefix is not possible with window_tokens, whose windows read keys and values of each "
+                "block: leave one of them out"
+            )
         if self.keep_best and self.steps_of_evaluation != self.save_steps:
             raise ConfigurationError(
                 f"keep_best takes the adapter from a checkpoint: expected eval_steps as save_steps, {self.save_steps}, "
@@ -340,6 +354,10 @@ class FinetuneOptions:
         """
         if are_preferences and self.window_tokens is not None:
             raise ConfigurationError("window_tokens is not possible with preferences: their loss compares whole rows")
+        if are_preferences and self.cache_frozen_prefix:
+            raise ConfigurationError(
+                "cache_frozen_prefix is not possible with preferences, whose two answers go through the model together"
+            )
         needs = {
             "eval_steps": ("eval_data", has_evaluation),
             "early_stopping_threshold": ("early_stopping_steps", self.early_stopping_steps is not None),
@@ -449,6 +467,7 @@ class FinetuneKeywords(TypedDict, total=False):
     checkpointing: Literal["auto", "replies", "recompute"] | None
     memory_budget_mb: float | None
     gradient_checkpointing: bool
+    cache_frozen_prefix: bool
     report_to: str | None
     log_dir: str | Path | None
     provider_wait_s: float

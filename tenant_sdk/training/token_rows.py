@@ -177,23 +177,32 @@ class Collator:
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
-    def __call__(self, features: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Pads some rows to the length of the longest and returns them as one batch.
 
         Args:
-            features: dicts as `tokenize` returns them.
+            features: dicts as `tokenize` returns them, perhaps with a `position` each (`numbered`).
 
         Returns:
-            `input_ids`, `labels` and `attention_mask`, each int64 on the CPU, shape (batch, longest row).
+            `input_ids`, `labels` and `attention_mask`, each int64 on the CPU, shape (batch, longest row); `positions`,
+            shape (batch,), if the rows have any.
         """
         padding = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "attention_mask": 0}
         num_tokens = max(len(row["input_ids"]) for row in features)
-        return {
+        batch = {
             key: torch.tensor(
                 [[*row[key], *[pad] * (num_tokens - len(row[key]))] for row in features], dtype=torch.long
             )
             for key, pad in padding.items()
         }
+        if "position" in features[0]:
+            batch["positions"] = torch.tensor([row["position"] for row in features], dtype=torch.long)
+        return batch
+
+
+def numbered(rows: Sequence[Mapping[str, Any]], first: int) -> list[dict[str, Any]]:
+    """Returns rows with their positions in a run's data, `first` for the first one."""
+    return [{**row, "position": number} for number, row in enumerate(rows, first)]
 
 
 def _tokenize_row(

@@ -40,7 +40,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from noise.disk.private_files import make_private_folder
 from tenant_sdk.model.run_state import RunState, run_states
 from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.checkpoints import SavesAdapter
+from tenant_sdk.training.frozen_prefix import PrefixCache
 from tenant_sdk.training.loss import Scores, has_another_loss
 from tenant_sdk.training.settings import NO_TENSORBOARD, Evaluation, FinetuneOptions
 from tenant_sdk.training.token_rows import IGNORE_INDEX, Collator
@@ -244,7 +245,19 @@ _TIMES = ("runtime", "samples_per_second", "steps_per_second", "model_preparatio
 """Entries that Trainer and TRL add to an evaluation and that measure no quality."""
 
 
-class EvaluatesInChunks:
+class KeepsPrefix:
+    """Is a mixin of transformers' Trainer whose passes over the data may leave out lower blocks."""
+
+    prefix: PrefixCache | None = None
+    """What enters the lowest adapted block; None if every pass computes all blocks."""
+
+    def within_prefix(self, inputs: Any) -> AbstractContextManager[None]:
+        """Returns a context for the forward pass of a batch, and takes the rows' positions out of the batch."""
+        positions = inputs.pop("positions", None)
+        return nullcontext() if self.prefix is None else self.prefix.batch(positions)
+
+
+class EvaluatesInChunks(KeepsPrefix):
     """Is a mixin of transformers' Trainer, for a model that `score_tokens` has changed.
 
     An evaluation's loss is that of the stock Trainer: the mean of the batches' losses. Its accuracy is the part of all
@@ -259,7 +272,7 @@ class EvaluatesInChunks:
         too."""
         trainer: Any = self
         inputs = trainer._prepare_inputs(inputs)
-        with torch.no_grad(), trainer.compute_loss_context_manager():
+        with torch.no_grad(), trainer.compute_loss_context_manager(), trainer.within_prefix(inputs):
             scores: Scores = model(**inputs, **trainer.without_cache(model), fused_lm_head=True)
         num_labels = int(scores.label_mask.sum())
         self._num_right += int((scores.is_top1 & scores.label_mask).sum())
@@ -386,6 +399,10 @@ class CompletionTrainer(EvaluatesInChunks, WarmsUpFromTheFirstStep, SavesAdapter
         """
         self.num_tokens += int(inputs["attention_mask"].sum())
         self.before_forward(inputs["input_ids"])
+        with self.within_prefix(inputs):
+            return self._batch_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _batch_loss(self, model: Any, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
         if self.loss_in_chunks:
             outputs = model(**inputs, num_items_in_batch=num_items_in_batch, **self.without_cache(model))
             return (outputs.loss, outputs) if return_outputs else outputs.loss

@@ -28,7 +28,7 @@ from tenant_sdk.bill import PROBE_ROWS, Planner
 from tenant_sdk.endpoint.command import serve_command
 from tenant_sdk.endpoint.settings import EndpointSettings
 from tenant_sdk.plan_file import Saving
-from tenant_sdk.testing import ScriptedProvider
+from tenant_sdk.testing import ScriptedProvider, save_tiny_model
 from tests.support.lattice import TOY
 from tests.support.providers import make_served_model, serving
 from tests.support.spies import before_requests, opened_sessions
@@ -47,6 +47,10 @@ PAIRS = [
         ("what? ", "a copper owl", "an owl"), ("why so? ", "no reason", "because of rain"), ("how? ", "by boat", "so"),
     )
 ]  # fmt: skip
+
+
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+UPPER = lora(target_modules=EVERY, layers_to_transform=[1])
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +87,10 @@ def planned_and_taken(
         (lora(init_lora_weights="olora"), {}),
         (lora(), {"checkpointing": "recompute"}),
         (lora(), {"checkpointing": "replies", "eval_data": 0.25}),
+        (UPPER, {"cache_frozen_prefix": True, "max_steps": 7, "batch_size": 3}),
+        (UPPER, {"cache_frozen_prefix": True, "max_steps": 3, "batch_size": 3, "gradient_accumulation_steps": 2}),
+        (UPPER, {"cache_frozen_prefix": True, "max_steps": 5, "eval_data": 0.25, "eval_steps": 2}),
+        (UPPER, {"cache_frozen_prefix": True, "num_epochs": 2.5, "max_steps": None, "checkpointing": "recompute"}),
         (lora(), {"window_tokens": 40}),
         (lora(), {"window_tokens": 40, "checkpointing": "replies"}),
         (PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"), {"window_tokens": 30}),
@@ -182,6 +190,47 @@ def test_a_count_that_ends_early_is_an_estimate(provider: ScriptedProvider, monk
     assert 0.7 < part.num_bytes / whole.num_bytes < 1.3
 
 
+@pytest.mark.parametrize(("epochs", "counted_in"), [(4, "the first epoch"), (12, "a later epoch")])
+def test_a_count_that_ends_early_knows_the_kept_prefix(
+    provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch, epochs: int, counted_in: str
+) -> None:
+    data = [{"text": "rows of equal lengths"}] * 8
+    options = {**QUICKER, "max_steps": 2 * epochs, "cache_frozen_prefix": True}
+    with provider.client(mask="off") as client:
+        whole = client.plan(data, UPPER, **options)
+        if counted_in == "the first epoch":
+            monkeypatch.setattr(Planner, "run", functools.partialmethod(Planner.run, count_s=-1e9))
+        else:
+            clock = itertools.chain([0.0] * 12, itertools.repeat(1e9))
+            monkeypatch.setattr(bill.time, "thread_time", lambda: next(clock))
+        part = client.plan(data, UPPER, **options)
+    assert whole.is_exact
+    assert not part.is_exact
+    assert part.num_bytes == pytest.approx(whole.num_bytes, rel=1e-3)
+    assert part.prefix_disk_bytes == whole.prefix_disk_bytes > 0
+
+
+@pytest.mark.parametrize(("num_adapted", "saved"), [(10, 0.48), (6, 0.65)])
+def test_what_a_kept_prefix_saves_of_a_model_of_30_blocks(
+    tmp_path_factory: pytest.TempPathFactory, num_adapted: int, saved: float
+) -> None:
+    """The shapes are those of SmolLM2-135M by a sixteenth: 30 blocks, 9 heads, 3 of keys, a head that stays here."""
+    folder = tmp_path_factory.mktemp("thirty")
+    save_tiny_model(
+        folder, num_hidden_layers=30, hidden_size=36, intermediate_size=96, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    config = lora(target_modules=EVERY, layers_to_transform=list(range(30 - num_adapted, 30)))
+    bytes_of: dict[tuple[bool, int], int] = {}
+    with ScriptedProvider(model=folder) as provider, provider.client(mask="off") as client:
+        for is_kept in (False, True):
+            for num_epochs in (2, 3):
+                options = {**QUICKER, "max_steps": 2 * num_epochs, "cache_frozen_prefix": is_kept}
+                bytes_of[is_kept, num_epochs] = client.plan(ROWS, config, **options).num_bytes
+    later, kept = (bytes_of[is_kept, 3] - bytes_of[is_kept, 2] for is_kept in (False, True))
+    assert 1 - kept / later >= saved
+
+
 def test_what_fewer_layers_and_bits_would_save(provider: ScriptedProvider, tmp_path: Path) -> None:
     """A plan's savings are the differences from plans with those settings."""
     toy = {"parameters": TOY, "allow_toy": True, "hints": "local"}
@@ -196,6 +245,20 @@ def test_what_fewer_layers_and_bits_would_save(provider: ScriptedProvider, tmp_p
         Saving("precision balanced (--precision)", bill.num_bytes - balanced.num_bytes),
     }  # and not `short`, which does not go with verify
     assert all(each.num_bytes > 0 for each in bill.savings)
+
+
+def test_what_keeping_the_prefix_would_save(provider: ScriptedProvider) -> None:
+    options = {**QUICKER, "max_steps": 7, "batch_size": 3, "eval_data": 0.25}
+    with provider.client(mask="off") as client:
+        without = client.plan(ROWS, UPPER, **options)
+        kept = client.plan(ROWS, UPPER, **options, cache_frozen_prefix=True)
+        lowest = client.plan(ROWS, lora(), **options)
+        of_the_head = client.plan(ROWS, lora(target_modules=["lm_head"]), **options, cache_frozen_prefix=True)
+    named = {each.setting: each.num_bytes for each in without.savings}
+    assert named == {"keeping the frozen prefix (--cache-frozen-prefix)": without.num_bytes - kept.num_bytes}
+    assert kept.num_bytes < without.num_bytes
+    assert not any("prefix" in each.setting for bill in (kept, lowest, of_the_head) for each in bill.savings)
+    assert "prefix" in [line.split()[0] for line in str(kept).splitlines()]
 
 
 def test_bytes_of_answers(provider: ScriptedProvider) -> None:

@@ -124,6 +124,31 @@ def test_records_cannot_be_exchanged(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_forked_child_can_neither_read_nor_write(tmp_path: Path) -> None:
+    store, reply = ReplyStore(0, tmp_path), torch.randn(100)
+    kept = store.keep(reply)
+    child = os.fork()
+    if child == 0:
+        num_refused = 0
+        for act in (kept.take, lambda: store.keep(torch.ones(3))):
+            try:
+                act()
+            except StorageError:
+                num_refused += 1
+        os._exit(num_refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert torch.equal(kept.take(), reply)
+    store.close()
+
+
+def test_errors_call_the_store_by_its_name(tmp_path: Path) -> None:
+    store = ReplyStore(0, tmp_path, "the file of a test", "leave it out")
+    kept = store.keep(torch.randn(100))
+    store.close()
+    with pytest.raises(StorageError, match=r"^the file of a test in .*make room there, or leave it out$"):
+        kept.take()
+
+
 def test_reserving_takes_the_space(tmp_path: Path) -> None:
     store = ReplyStore(1000, tmp_path)
     store.reserve(800)
