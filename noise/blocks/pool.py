@@ -18,8 +18,8 @@ refused, and neither slots nor pools can be pickled or copied. If no row is read
 empty pool costs time and never privacy. A row is in memory or in the file, and never in both.
 
 Not guaranteed: that a block is on record, which noise/ledger/ledger.py guarantees. During a long run callers may still
-have to wait, unless a core has time to refill the pool: the worker uses one core, with a low priority, and a caller that
-must wait all of them. If the budget does not hold a block for every layer, blocks are made a piece at a time
+have to wait, unless a core has time to refill the pool: the worker uses one core, with a low priority, and a caller
+that must wait uses all of them. If the budget does not hold a block for every layer, blocks are made a piece at a time
 (`piece_rows`), which takes the lattice mask more arithmetic.
 """
 

@@ -372,7 +372,7 @@ def unpack(packed: memoryview, bits: int, rows: torch.Tensor) -> bool:
         return True
     to = rows.data_ptr()
     if num_rows == 1 and not packed.readonly:
-        return library.veilbase_unpack(ctypes.byref(_BYTE.from_buffer(packed)), 1, d, bits, to) == 0
+        return int(library.veilbase_unpack(ctypes.byref(_BYTE.from_buffer(packed)), 1, d, bits, to)) == 0
     held = np.frombuffer(packed, dtype=np.uint8)  # This takes memory that cannot be written to as well.
     start = held.ctypes.data
     ends: list[int] = []

@@ -175,7 +175,7 @@ def unpack_row(data: memoryview, cols: int, bits: int) -> memoryview:
         if not kernels.unpack_row(data, bits, numbers):
             raise InvalidTensor(_NOT_CLEAN)
         return numbers
-    return memoryview(unpack(data, 1, cols, bits).numpy()).cast("B") if cols else memoryview(b"")
+    return unpack(data, 1, cols, bits).numpy().data.cast("B") if cols else memoryview(b"")
 
 
 def pack_effect(effect: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
