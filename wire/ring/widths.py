@@ -162,10 +162,12 @@ def pack_row(numbers: memoryview, cols: int, bits: int, out: memoryview) -> None
         bits: 16, or one of `REQUEST_BITS` below 32.
         out: memory for the result.
     """
-    if kernels.available() and cols:
+    if not cols:
+        return
+    if kernels.available():
         kernels.pack_row(numbers, bits, out)
     else:
-        pack(torch.frombuffer(numbers, dtype=torch.int32).view(1, cols) if cols else torch.empty(1, 0), bits, out)
+        pack(torch.frombuffer(numbers, dtype=torch.int32).view(1, cols), bits, out)
 
 
 def unpack_row(data: memoryview, cols: int, bits: int) -> memoryview:

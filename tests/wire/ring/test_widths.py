@@ -62,6 +62,25 @@ def test_rows_come_back_rounded(bits: int, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("cols", [0, 1, 7, 64, 65, 1001])
+def test_one_row_is_packed_as_a_tensor_is(bits: int, cols: int) -> None:
+    row = ring_rows(1, cols, seed=bits)
+    expected = widths.pack(row, bits)
+    packed = memoryview(bytearray(expected.nbytes))
+    widths.pack_row(memoryview(bytearray(row.numpy().tobytes())), cols, bits, packed)
+    assert packed == expected
+    kept = widths.rounded(row.clone(), bits).numpy().tobytes()
+    for memory in (packed, memoryview(bytes(packed))):  # memory that can be written, and that cannot
+        assert bytes(widths.unpack_row(memory, cols, bits)) == kept
+        assert widths.unpack(memory, 1, cols, bits).numpy().tobytes() == kept
+    if cols * bits % 8:
+        packed[-1] |= 0x80
+        for unpacked in (lambda: widths.unpack_row(packed, cols, bits), lambda: widths.unpack(packed, 1, cols, bits)):
+            with pytest.raises(InvalidTensor, match="zero bits at the end"):
+                unpacked()
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
 def test_rows_of_any_strides_and_memory_that_cannot_be_written(bits: int) -> None:
     rows = ring_rows(6, 30, seed=2)
     for each in (rows[:, 3:20], rows.t(), rows[::2]):
@@ -120,6 +139,22 @@ def test_the_kernels_refuse_what_does_not_fit() -> None:
         kernels.unpack(memoryview(bytearray(47)), 24, torch.empty(2, 8, dtype=torch.int32))
     with pytest.raises(InvalidTensor):
         kernels.add(rows, ring_rows(2, 7), 24)
+    numbers, packed = memoryview(bytearray(32)), memoryview(bytearray(24))
+    for other in (
+        memoryview(bytearray(23)),
+        memoryview(bytearray(25)),
+        memoryview(bytes(24)),
+        memoryview(bytearray(48))[::2],
+    ):
+        with pytest.raises(InvalidTensor):
+            kernels.pack_row(numbers, 24, other)
+        with pytest.raises(InvalidTensor):
+            kernels.unpack_row(other, 24, numbers)
+    for other in (memoryview(bytearray(33)), memoryview(bytes(32)), memoryview(bytearray(64))[::2], memoryview(b"")):
+        with pytest.raises(InvalidTensor):
+            kernels.pack_row(other, 24, packed)
+        with pytest.raises(InvalidTensor):
+            kernels.unpack_row(packed, 24, other)
 
 
 def test_the_rule_of_widths() -> None:
