@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from noise import registry
+from noise.blocks.pool import STEP_BYTES
 from noise.disk import private_files
 from noise.hints.file import Layout
 from noise.ledger.ledger import Ledger
@@ -205,7 +206,21 @@ def test_where_hints_come_from_is_left_open_only_with_weights_to_trust(
     made: list[Any] = []
     monkeypatch.setattr(registry, "Lattice", lambda *given: made.append(given))
     make_scheme("lattice", None, {"hints": hints}, replace(setting("lattice", tmp_path), verified=verified))
-    assert made[0][-1] == hints_from
+    assert made[0][-2] == hints_from
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, STEP_BYTES), ({"pool_bytes": 1 << 31}, None), ({"pool": "disk"}, None), ({"hints": "stream"}, None)],
+)
+def test_little_is_made_ahead_for_training_by_default(
+    options: dict[str, Any], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hints that are not kept, blocks for several steps share what is fetched."""
+    made: list[Any] = []
+    monkeypatch.setattr(registry, "Lattice", lambda *given: made.append(given))
+    make_scheme("lattice", None, options, setting("lattice", tmp_path))
+    assert made[0][-1] == expected
 
 
 def test_local_hints_need_weights_to_trust(tmp_path: Path) -> None:
