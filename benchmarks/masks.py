@@ -3,15 +3,16 @@
 The effect of a mask is what unmasking subtracts. `python -m benchmarks.masks` makes secrets, errors, masks and
 effects for every base layer of SmolLM2-135M, in blocks of 512 tokens with default parameters. A local forward pass
 computes the same layers in float32 on 512 tokens, and both take turns. Weights and hints, which are the products of
-the public matrix A and the weights, are random: no time here depends on their values. Each layer in turn uses the hints
-of one of four layers, 130 MB for the forward direction, so that they do not fit into a processor cache. The transform
-of A is kept between layers; the transforms of hints are not. Durable writes, packed hints and verification are not
-included.
+the public matrix A and the weights, are random: no time here depends on their values. Hints lie in memory as they lie
+in a file, with three bytes a number and in tiles. Each layer in turn uses the hints of one of four layers, 100 MB for
+the forward direction, so that they do not fit into a processor cache. The transform of A is kept between layers; the
+transforms of hints are not. Durable writes and verification are not included.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +31,35 @@ BY_THE_POOL = {"forward": 4, "forward and backward": 3}
 (`noise.blocks.pool.MaskPool._rows_beyond`)."""
 
 
+class FileHint:
+    """Is a random hint as it lies in a hint file of 24 bits a number (noise/hints/file.py), as `Columns`."""
+
+    def __init__(self, num_rows: int, features: int) -> None:
+        import numpy as np
+
+        from noise.hints.file import TILE_FEATURES
+        from noise.polynomial.kernels import PACKED_BYTES, PackedMatrix
+
+        self.features, first = features, 4096
+        data = np.random.default_rng().integers(0, 256, first + PACKED_BYTES * num_rows * features, np.uint8)
+        self._packed = PackedMatrix(data, first, num_rows, features, TILE_FEATURES)
+
+    def load(self, start: int, stop: int) -> Any:
+        """Is not called where there are compiled kernels."""
+        raise NotImplementedError
+
+    def packed(self, start: int, stop: int) -> Any:
+        """Returns the whole hint."""
+        return self._packed
+
+
 class Making:
     """Makes masks and effects of all groups of all layers. In one call, `num_blocks` blocks share the transforms."""
 
     def __init__(self, parameters: Any, num_layers: int) -> None:
         import torch
 
+        from noise.polynomial import kernels
         from noise.polynomial.negacyclic import transform
         from noise.sampling import Csprng
 
@@ -47,8 +71,9 @@ class Making:
             return torch.randint(-(2**31), 2**31 - 1, (rows, features), dtype=torch.int32)
 
         self._public = transform(random_matrix(widest), parameters)
-        self._hints = [
-            {features: random_matrix(features) for widths in GROUPS.values() for features in widths}
+        random_hint = functools.partial(FileHint, rows) if kernels.available() else random_matrix
+        self._hints: list[dict[int, Any]] = [
+            {features: random_hint(features) for widths in GROUPS.values() for features in widths}
             for _ in range(min(DISTINCT_HINTS, num_layers))
         ]
 
