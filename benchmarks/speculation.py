@@ -1,5 +1,8 @@
 """Measures how fast an answer that copies from its prompt is generated, with and without speculation, over a network.
 
+With `--drafts none kept kept-lookup` it measures what keeping the attention's layers (docs/keep.md) adds. Then all
+engines verify, since layers can be kept from a checkpoint only.
+
 Provider and tenant are two hosts, joined by a link of 1 Gbit/s each way (benchmarks/link.py), and both use this
 machine's cores. One request at a time runs in an engine over SmolLM2-135M. The clock starts when the first token is
 chosen, so the prompt is not in the figures. Hints are fetched, and with `lattice` masks are made, before the clock
@@ -35,12 +38,18 @@ NEW_TOKENS = 32
 NUM_DRAFTED = 7
 ROUND_TRIP_MS = 20.0
 NONE, LOOKUP, DRAFT = "none", "lookup", "draft"
+KEPT, KEPT_LOOKUP = "kept", "kept-lookup"
 DRAFTS = {
     NONE: "without speculation", LOOKUP: "prompt lookup", DRAFT: "draft model (the model itself)",
+    KEPT: "attention kept", KEPT_LOOKUP: "attention kept, prompt lookup",
 }  # fmt: skip
 """Maps each engine's name to the way in which the engine drafts tokens, in words."""
+CHECKPOINT = "smollm2-135m"
+"""What all engines verify against, and keep layers of, if one of them keeps layers."""
 BAR = 4.0
 """The target: tokens per second with prompt lookup are at least this many times those without speculation."""
+KEPT_BAR = 1.8
+"""The target of keeping the attention's layers alone."""
 
 
 class _FirstToken:
@@ -83,26 +92,32 @@ class _Decoding:
 
     def run(self) -> None:
         """Lets the engine compute the rest of the answer, waits for its end, and writes the record."""
+        from tenant_sdk.keep import choose_kept
+
         before = self._client.traffic.calls
         self._held.go.set()
         text = self._answer.result()
-        num_passes = (self._client.traffic.calls - before) // len(self._client.connect().groups)
+        manifest = self._client.connect()
+        num_groups = len(choose_kept(self._client.keep, manifest).asked(manifest).groups)
+        num_passes = (self._client.traffic.calls - before) // num_groups
         self._record.write_text(json.dumps({"text": text, "passes": num_passes}))
 
 
-def tenant(url: str, folder: str, mask: str, draft: str, num_drafted: str, num_new: str) -> None:
-    """Runs one tenant with an engine, as a worker."""
+def tenant(url: str, folder: str, mask: str, draft: str, num_drafted: str, num_new: str, verify: str) -> None:
+    """Runs one tenant with an engine, as a worker; `verify` is a checkpoint, or empty."""
     import tenant_sdk
 
     tenant_sdk.tune()
 
     from benchmarks.common import serve_worker
 
-    drafted = 0 if draft == NONE else int(num_drafted)
+    drafted = 0 if draft in (NONE, KEPT) else int(num_drafted)
+    keep = "attention" if draft in (KEPT, KEPT_LOOKUP) else None
     options = {"background": False} if mask == "lattice" else {}
     with tenant_sdk.TenantClient(
-        url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
-    ) as client:
+        url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder,
+        verify=verify or None, keep=keep,
+    ) as client:  # fmt: skip
         local = {"draft": local_model(), "draft_tokenizer": client.tokenizer} if draft == DRAFT else {}
         speculation = tenant_sdk.Speculation(drafted, **local) if drafted else None
         with tenant_sdk.Engine(client, speculation=speculation) as engine:
@@ -133,6 +148,7 @@ def run(
         NoNamespaces: this user or kernel cannot make two hosts.
         SystemExit: the engines gave different texts.
     """
+    verify = CHECKPOINT if {KEPT, KEPT_LOOKUP} & set(drafts) else ""
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -141,7 +157,7 @@ def run(
         with hosts.inside(1):  # hints are fetched before there is a delay
             workers = {
                 draft: stack.enter_context(
-                    Worker(__name__, "tenant", url, str(folder), mask, draft, str(num_drafted), str(num_new))
+                    Worker(__name__, "tenant", url, str(folder), mask, draft, str(num_drafted), str(num_new), verify)
                 )
                 for draft in drafts
             }
@@ -165,12 +181,17 @@ def report(measured_ms: float, mask: str, num_drafted: int, found: dict[str, dic
     print(f"| mask {mask}, round trip {measured_ms:.1f} ms | rows a pass | passes | s | tokens/s | ratio |\n"
           "|---|---|---|---|---|---|")  # fmt: skip
     for draft, each in found.items():
-        num_rows, seconds = 1 if draft == NONE else 1 + num_drafted, each["seconds"]
+        num_rows, seconds = 1 if draft in (NONE, KEPT) else 1 + num_drafted, each["seconds"]
         rate = (each["num_new"] - 1) / seconds
         print(f"| {DRAFTS[draft]} | {num_rows} | {each['passes']} | {seconds:.1f} | {rate:.2f} "
               f"| {each['ratio']:.2f} |")  # fmt: skip
     if next(iter(found)) == NONE and LOOKUP in found:
         print(f"\nprompt lookup: {found[LOOKUP]['ratio']:.2f} times the tokens per second, at least {BAR:g} wanted")
+    for draft, bar in ((KEPT, KEPT_BAR), (KEPT_LOOKUP, BAR)):
+        if next(iter(found)) == NONE and draft in found:
+            print(
+                f"\n{DRAFTS[draft]}: {found[draft]['ratio']:.2f} times the tokens per second, at least {bar:g} wanted"
+            )
 
 
 def main() -> None:

@@ -35,7 +35,6 @@ import inspect
 import math
 import os
 import random
-import re
 import tempfile
 import time
 import warnings
@@ -58,12 +57,13 @@ from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from noise.registry import product_calls
 from noise.scheme import GroupSpec, Masked, MaskScheme, decode_rows, encode_rows
+from tenant_sdk.keep import ATTENTION, block_of, choose_kept
 from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.model.remote_group import RemoteExecutor, most_rows
 from tenant_sdk.model.run_state import RunStates
 from tenant_sdk.peft_model import virtual_tokens
 from tenant_sdk.plain_values import positive
-from tenant_sdk.plan_file import Bill, Saving
+from tenant_sdk.plan_file import Bill, Saving, size
 from tenant_sdk.session import Session
 from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.activation_checkpointing import Checkpointing, estimate, has_dropout
@@ -100,6 +100,8 @@ SMALL_BYTES = 4_000_000
 _Key = tuple[int, Direction, bool]
 """A group's number, the direction, and whether the rows are public constants, which go without a mask."""
 _NO_LABEL, _LABEL = 0, 5
+_MOST_KEEP = 200
+"""The most characters of `keep` that a plan shows."""
 
 
 class _Shape(NamedTuple):
@@ -164,15 +166,18 @@ class _Unsent:
 
 
 class _Recorder(RemoteExecutor):
-    """Notes the calls of a model, whole, and sends nothing."""
+    """Notes the calls of a model, whole, and sends nothing. Kept layers are computed, which is a part of the time."""
 
-    def __init__(self, arithmetic: Arithmetic) -> None:
-        self.unsent = _Unsent(arithmetic)
+    def __init__(self, executor: RemoteExecutor) -> None:
+        """Takes the arithmetic and the kept layers of a session's executor."""
+        self.unsent = _Unsent(executor.scheme.arithmetic)
         unlimited = Limits(max_rows=1 << 24, max_tensor_bytes=1 << 32, max_in_flight_bytes=1 << 36)
-        super().__init__((), self.unsent, unlimited)
+        super().__init__((), self.unsent, unlimited, kept=executor.kept)
 
     def run_public(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
         """Notes the call; see `RemoteExecutor.run_public`."""
+        if group.id in self.kept.groups:
+            return super().run_public(group, direction, rows)
         self.unsent.calls.append(((group.id, direction, True), rows.shape[0]))
         return self.unsent.answer((rows.shape[0], group.widths(direction)[1])).to(rows.device)
 
@@ -188,6 +193,10 @@ class _Recorder(RemoteExecutor):
 
 class PlannedSession(TrainingSession, Protocol):
     """Describes a session whose runs can be planned, as `TenantClient` is."""
+
+    @property
+    def keep(self) -> tuple[str, ...]:
+        """Returns what names the layers that the tenant computes itself."""
 
     def model_over(self, executor: RemoteExecutor) -> PreTrainedModel:
         """Returns a model whose calls go to an executor."""
@@ -592,10 +601,11 @@ def _same_random_numbers() -> Iterator[None]:
 
 @own_accelerate_state()
 def count_calls(
-    session: PlannedSession, prepared: Prepared, arithmetic: Arithmetic, output_dir: Path, count_s: float, typical: int
-) -> _Count:
+    session: PlannedSession, prepared: Prepared, executor: RemoteExecutor, output_dir: Path, count_s: float,
+    typical: int,
+) -> _Count:  # fmt: skip
     """Counts the calls of a run."""
-    recorder = _Recorder(arithmetic)
+    recorder = _Recorder(executor)
     unconnected: Any = _Unconnected(session, recorder)
     quiet = dataclasses.replace(prepared, options=dataclasses.replace(prepared.options, progress=False))
     with (
@@ -716,6 +726,8 @@ class _Wire:
     limits: Limits
     groups: Mapping[int, GroupSpec]
     header_bytes: int
+    kept: frozenset[int] = frozenset()
+    """The groups that are computed here."""
 
     @classmethod
     def of(cls, session: Session, folder: Path) -> _Wire:
@@ -723,7 +735,13 @@ class _Wire:
         alphas, cpu = load_alphas(folder, session.manifest), torch.device("cpu")
         groups = {info.id: group_spec(info, alphas, cpu) for info in session.manifest.groups}
         is_here = all(isinstance(each, InprocConnection) for each in session.connections)  # which has no frames
-        return cls(session.scheme, session.manifest.limits, groups, 0 if is_here else HEADER_BYTES)
+        header_bytes = 0 if is_here else HEADER_BYTES
+        return cls(session.scheme, session.manifest.limits, groups, header_bytes, session.kept.groups)
+
+    @property
+    def asked(self) -> list[GroupSpec]:
+        """Returns the groups that the provider is asked for."""
+        return [group for group in self.groups.values() if group.id not in self.kept]
 
     def messages(self, key: _Key, precision: str | None = None) -> Sequence[Call]:
         """Returns the calls that one request for a group becomes."""
@@ -779,7 +797,7 @@ class _Wire:
             return []
         if not scheme.keeps_hints:
             return [(self.groups[group], way) for group, way, is_public in dict.fromkeys(used) if not is_public]
-        pairs = [(group, direction) for direction in directions for group in self.groups.values()]
+        pairs = [(group, direction) for direction in directions for group in self.asked]
         return [pair for pair in pairs if not scheme.has_hints([pair])]
 
     def hints(self, missing: Sequence[tuple[GroupSpec, Direction]]) -> tuple[int, int, int, int]:
@@ -798,7 +816,7 @@ class _Wire:
 
     @property
     def num_weights(self) -> int:
-        """Returns the number of the base layers' weights."""
+        """Returns the number of the base layers' weights, kept ones included."""
         return sum(group.in_features * group.out_features for group in self.groups.values())
 
 
@@ -824,8 +842,8 @@ def _fewer_layers(calls: Mapping[tuple[_Key, int], int], blocks: Mapping[int, in
 
 def _blocks(manifest: Manifest) -> dict[int, int]:
     """Returns the number of the transformer block of each group that is in one, by its layers' names."""
-    found = {group.id: re.search(r"\.(\d+)\.", f".{group.layers[0].name}.") for group in manifest.groups}
-    return {number: int(match[1]) for number, match in found.items() if match is not None}
+    found = {group.id: block_of(group.layers[0].name) for group in manifest.groups}
+    return {number: block for number, block in found.items() if block is not None}
 
 
 def _below(again: Mapping[tuple[_Key, int], int], blocks: Mapping[int, int], first: int) -> Counter[Any]:
@@ -855,6 +873,10 @@ def _savings(wire: _Wire, session: Session, count: _Count, now: int) -> tuple[Sa
     if not count.prefix_bytes:
         up, down, _ = wire.both(Counter(calls) - _below(count.again, blocks, count.first))
         found.append(Saving("keeping the frozen prefix (--cache-frozen-prefix)", now - up - down))
+    return _largest_first([*found, *_if_kept(wire, session, calls, now)])
+
+
+def _largest_first(found: Sequence[Saving]) -> tuple[Saving, ...]:
     return tuple(sorted((each for each in found if each.num_bytes > 0), key=lambda each: -each.num_bytes))
 
 
@@ -872,6 +894,23 @@ def _savings_of_precision(
             up, down, _ = wire.both(calls, precision)
             found.append(Saving(f"precision {precision} (--precision)", now - up - down))
     return found
+
+
+def _if_kept(
+    wire: _Wire, session: Session, calls: Mapping[tuple[_Key, int], int], now: int
+) -> list[Saving]:  # fmt: skip
+    """Returns what would be saved if the tenant computed the attention's layers itself; nothing where it keeps layers,
+    where this cannot be, or in float arithmetic, which does not go with `verify`."""
+    if wire.kept or wire.scheme.arithmetic is Arithmetic.FLOAT:
+        return []
+    try:
+        kept = choose_kept((ATTENTION,), session.manifest).groups
+    except ConfigurationError:
+        return []
+    up, down, _ = wire.both({call: count for call, count in calls.items() if call[0][0] not in kept})
+    held = sum(wire.groups[group].in_features * wire.groups[group].out_features for group in kept)
+    needs = "" if session.verifier is not None else "; needs --verify"
+    return [Saving(f"attention computed here (--keep attention; {size(held)} of memory{needs})", now - up - down)]
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -907,8 +946,8 @@ class _Probe:
         self._wire, self._executor = wire, session.executor
         self._first: dict[_Form, _Key] = {}
         for direction in directions:
-            for group in wire.groups:
-                self._first.setdefault(self._form((group, direction, False)), (group, direction, False))
+            for spec in wire.asked:
+                self._first.setdefault(self._form((spec.id, direction, False)), (spec.id, direction, False))
         widths = [self._widths(form) for form in self._first]
         most = min([PROBE_ROWS, *(most_rows(each, wire.limits) for each in widths)])
         # so few that each round is done soon on a slow line, too
@@ -1099,8 +1138,7 @@ class Planner:
             typical_tokens: the most tokens of the batch with which the tenant's own layers are timed.
             probe_from_bytes: a run of fewer bytes is not probed, and has no time.
         """
-        scheme = self.session.scheme
-        count = count_calls(self.client, prepared, scheme.arithmetic, output_dir, count_s, typical_tokens)
+        count = count_calls(self.client, prepared, self.session.executor, output_dir, count_s, typical_tokens)
         wire = _Wire.of(self.session, self.folder)
         up, down, trips = wire.both(count.calls)
         keys = list(dict.fromkeys(key for key, _ in count.calls))
@@ -1110,7 +1148,7 @@ class Planner:
         bill = Bill(
             "finetune", count.steps, count.tokens, count.positions, up + hints[0], down + hints[1], trips + hints[2],
             hint_bytes=hints[1], hint_disk_bytes=hints[3], prefix_disk_bytes=count.prefix_bytes,
-            memory_bytes=count.memory_bytes + _pool_bytes(wire, count.calls),
+            memory_bytes=count.memory_bytes + _pool_bytes(wire, count.calls) + self.session.executor.kept.num_bytes,
             local_bytes=count.local_bytes + 4 * wire.num_weights, is_exact=count.is_exact,
             savings=_savings(wire, self.session, count, up + down), run=prepared.run_id,
             parts=prepared.parts, **self._about(),
@@ -1151,7 +1189,7 @@ class Planner:
             raise ConfigurationError(
                 f"an answer and its prompt have at most {most} tokens in this model, got {prompt_tokens + new_tokens}"
             )
-        calls, tenant_s = _answer_calls(self.client, self.session.scheme.arithmetic, prompt_tokens, new_tokens)
+        calls, tenant_s = _answer_calls(self.client, self.session.executor, prompt_tokens, new_tokens)
         calls = Counter({call: count * requests for call, count in calls.items()})
         wire = _Wire.of(self.session, self.folder)
         up, down, trips = wire.both(calls)
@@ -1162,7 +1200,10 @@ class Planner:
         bill = Bill(
             "tokens", requests * new_tokens, tokens, tokens - requests,
             up + hints[0], down + hints[1], trips + hints[2], hint_bytes=hints[1], hint_disk_bytes=hints[3],
-            savings=tuple(_savings_of_precision(wire, self.session, calls, up + down)),
+            savings=_largest_first([
+                *_savings_of_precision(wire, self.session, calls, up + down),
+                *_if_kept(wire, self.session, calls, up + down),
+            ]),
             **self._about(),
         )  # fmt: skip
         return self._timed(bill, wire, calls, (Direction.FORWARD,), missing, requests * tenant_s, probe_s)
@@ -1172,6 +1213,7 @@ class Planner:
             "manifest": manifest_digest(self.session.manifest),
             "mask": self.session.scheme.name,
             "precision": self.session.scheme.precision,
+            "keep": _spoken(self.client.keep),
         }
 
     def check(self, plan: Bill, prepared: Prepared) -> None:
@@ -1191,6 +1233,14 @@ class Planner:
             bill, seconds=tenant_s + coding_s + both_s + hint_s, provider_s=provider_s, tenant_s=tenant_s + coding_s,
             mask_s=mask_s, hint_s=hint_s, local_seconds=tenant_s + base_s,
         )  # fmt: skip
+
+
+def _spoken(items: Sequence[str]) -> str:
+    """Returns the items of `keep` as one text, which is short also for many items, and another for others."""
+    whole = ", ".join(items)
+    if len(whole) <= _MOST_KEEP:
+        return whole
+    return f"{whole[:_MOST_KEEP]}... (SHA-256 {hashlib.sha256(whole.encode()).hexdigest()[:16]})"
 
 
 def _num_steps(prepared: Prepared) -> int:
@@ -1214,11 +1264,11 @@ def _pool_bytes(wire: _Wire, calls: Mapping[tuple[_Key, int], int]) -> int:
 
 @torch.no_grad()
 def _answer_calls(
-    client: PlannedSession, arithmetic: Arithmetic, prompt_tokens: int, new_tokens: int
+    client: PlannedSession, executor: RemoteExecutor, prompt_tokens: int, new_tokens: int
 ) -> tuple[Counter[tuple[_Key, int]], float]:
     """Returns the calls of one answer of the base model, and the seconds of the tenant's own layers. They are counted
     with a short prompt of made-up tokens."""
-    recorder = _Recorder(arithmetic)
+    recorder = _Recorder(executor)
     model: Any = client.model_over(recorder)
     recorder.taken()
     options: dict[str, Any] = {"use_cache": True}

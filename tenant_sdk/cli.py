@@ -136,6 +136,15 @@ Hints = Annotated[
     ),
 ]
 
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Layers computed here from --verify's checkpoint, not sent: attention, lower:N (blocks) or names with *; "
+        "may be repeated.",
+        rich_help_panel=_PROVIDER,
+    ),
+]
+
 
 def _client(
     *,
@@ -151,6 +160,7 @@ def _client(
     pad_rows: int | None,
     accept_change: list[str] | None,
     peer_uid: int | None,
+    keep: list[str] | None,
     check: Callable[[], None] = lambda: None,
 ) -> TenantClient:
     """Returns a client, not connected yet, for the options that all commands share. Waits until its provider answers;
@@ -174,7 +184,7 @@ def _client(
         urls=urls, identities=identities,
         mask=mask or DEFAULT_MASK, parameters=parameters, hints=hints, pool=pool,
         precision=precision, verify=verify, tokenizer=tokenizer, pad_rows=pad_rows,
-        accept_changes=accept_change or (), peer_uid=peer_uid,
+        accept_changes=accept_change or (), peer_uid=peer_uid, keep=keep,
     )  # fmt: skip
     check()
     for each, own in zip(urls, identities, strict=True):
@@ -194,6 +204,7 @@ def _client(
         pad_rows=False if pad_rows is None else pad_rows,
         accept_changes=accept_change or (),
         peer_uid=peer_uid,
+        keep=keep,
     )
 
 
@@ -229,7 +240,7 @@ def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None
 _CONNECTION: dict[str, Any] = {
     "url": Url, "identity": Identity, "mask": Mask, "verify": Verify, "parameters": Parameters, "hints": Hints,
     "pool": Pool, "precision": Precision, "tokenizer": Tokenizer, "pad_rows": PadRows, "accept_change": AcceptChange,
-    "peer_uid": PeerUid,
+    "peer_uid": PeerUid, "keep": Keep,
 }  # fmt: skip
 """The types of the options of `_client`, by name."""
 

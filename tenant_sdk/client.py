@@ -88,6 +88,7 @@ class TenantClient:
         peer_uid: int | None = None,
         trust_same_gpu: bool = False,
         trust: Trust | None = None,
+        keep: str | Sequence[str] | None = None,
     ) -> None:
         """Makes a client. The network is first used by `connect`, or by the first method that needs it.
 
@@ -123,6 +124,9 @@ class TenantClient:
             trust: verify, kappa, tokenizer, pad_rows and accept_changes as one object, in place of these five. One
                 of them that is given beside it has to have the same value; one that has its default counts as not
                 given, and the object's value holds.
+            keep: base layers that are computed here, from the checkpoint that `verify` names, in place of being sent:
+                "attention", "lower:8" for the eight lowest blocks, or names of layers with * and ?, as a list or
+                separated by commas (docs/keep.md). With None, all layers of the provider are asked for.
 
         Raises:
             ConfigurationError: a URL, identity or option is impossible.
@@ -150,6 +154,7 @@ class TenantClient:
             peer_uid=peer_uid,
             device=device,
             trust_same_gpu=trust_same_gpu,
+            keep=keep,
         )
         if not all(each.startswith(embedded.SCHEME) for each in self._plan.urls):
             warn_if_not_tuned(stacklevel=4)
@@ -235,6 +240,11 @@ class TenantClient:
         return self._plan.mask
 
     @property
+    def keep(self) -> tuple[str, ...]:
+        """Returns what names the layers that are computed here; empty if all are asked for."""
+        return self._plan.keep
+
+    @property
     def error_sigma(self) -> float:
         """Returns the standard deviation of the error that the lattice mask leaves in a row, with that of rounding, in
         units of encoded rows; 0 for other masks."""
@@ -242,7 +252,7 @@ class TenantClient:
         sigma = float(getattr(getattr(session.scheme, "parameters", None), "sigma", 0.0))
         if sigma == 0.0:
             return 0.0
-        return math.hypot(sigma, rounding_sigma(bit_range(session.scheme, session.manifest)[0]))
+        return math.hypot(sigma, rounding_sigma(bit_range(session.scheme, session.asked)[0]))
 
     @property
     def is_verified(self) -> bool:
@@ -530,7 +540,7 @@ class TenantClient:
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()
         with session.executor.in_session():
-            prefetch_hints(session.scheme, session.manifest, self._bundle(), directions, self._progress)
+            prefetch_hints(session.scheme, session.asked, self._bundle(), directions, self._progress)
 
     @names_keywords
     def prepare(self, num_tokens: int, backward: bool = False) -> None:
@@ -543,7 +553,7 @@ class TenantClient:
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()
         with session.executor.in_session():
-            prepare_masks(session.scheme, session.manifest, self._bundle(), directions, num_tokens)
+            prepare_masks(session.scheme, session.asked, self._bundle(), directions, num_tokens)
 
     @names_keywords
     def explain(self, everything: bool = False) -> str:

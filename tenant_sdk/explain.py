@@ -80,7 +80,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None, leave_out:
         problem: the error text with which this session will be refused when it is used; None if no error is known.
         leave_out: those of `ONLY_IN_USE` that the session has not used yet; a line names them.
     """
-    scheme, manifest, verifier = session.scheme, session.manifest, session.verifier
+    scheme, manifest, verifier = session.scheme, session.asked, session.verifier
     shown = readable(scheme.name)
     lines = {**({} if shown is None else {READABLE: shown}), **scheme.describe()}
     hides = scheme.name in RING_ONLY
@@ -99,6 +99,8 @@ def explain(session: Session, plan: Plan, problem: str | None = None, leave_out:
         lines["precision"] = _precision(scheme, manifest)
     lines["bytes per token"] = _bytes_per_token(scheme, manifest)
     lines["weights"] = _weights(scheme, manifest)
+    if session.kept.groups:
+        lines["kept here"] = _kept(session, plan)
     if problem is not None:
         lines["NOT USABLE"] = problem
     lines["verification"] = _verification(hides, verifier, plan.verify)
@@ -260,6 +262,21 @@ def _weights(scheme: MaskScheme, manifest: Manifest) -> str:
     if scheme.arithmetic is Arithmetic.RING:
         return "int8 per output channel; results differ from the checkpoint's own precision by that rounding"
     return f"{manifest.weights}, float32 arithmetic"
+
+
+def _kept(session: Session, plan: Plan) -> str:
+    """Returns the text about layers that the tenant computes itself."""
+    weights, shared = session.executor.kept, session.kept.shared
+    also = ""
+    if shared:
+        others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        also = f"; not kept: {shared[0]}{others}, which share a call with other layers"
+    return (
+        f"{len(weights.groups)} of {len(session.manifest.groups)} layer groups ({', '.join(plan.keep)}) are computed "
+        f"here from {plan.verify}, by {_size(weights.num_bytes)} of int8 weights in memory: their rows are not "
+        "sent, and there are no masks, hints or checks of replies for them; which they are shows, since they are never "
+        f"called, whatever the text, the data or the adapter{also}"
+    )
 
 
 def _verification(hides: bool, verifier: Verifier | None, checkpoint: str | None) -> str:

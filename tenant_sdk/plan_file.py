@@ -66,6 +66,7 @@ class Bill:
         run: the fingerprint of data, adapter and options; empty for tokens.
         parts: the fingerprints of those of `PARTS`, by name; empty for tokens.
         mask, precision: the session's.
+        keep: what names the layers that are computed here, separated by commas; their calls are not in the plan.
     """
 
     what: str
@@ -93,6 +94,7 @@ class Bill:
     parts: dict[str, str] = field(default_factory=dict, repr=False)
     mask: str = ""
     precision: str = ""
+    keep: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -105,6 +107,8 @@ class Bill:
 
     def __str__(self) -> str:
         rows = [("tokens", self._tokens()), ("traffic", self._traffic())]
+        if self.keep:
+            rows.append(("kept here", f"{self.keep}: computed on this machine, not sent"))
         if self.hint_disk_bytes:
             fetched = f"{size(self.hint_bytes)} to fetch" if self.hint_bytes else "computed here"
             rows.append(("hints", f"{fetched}, {size(self.hint_disk_bytes)} on disk"))
@@ -193,7 +197,9 @@ class Bill:
         except ValueError:  # pydantic's too; `from None`: its text quotes the file
             raise ConfigurationError(f"{path} is no plan: expected a file of `tenant plan --out`") from None
 
-    def check(self, manifest: str, run: str, parts: Mapping[str, str], mask: str, precision: str) -> None:
+    def check(
+        self, manifest: str, run: str, parts: Mapping[str, str], mask: str, precision: str, keep: str = ""
+    ) -> None:  # fmt: skip
         """Checks that a run is the one that was planned.
 
         Raises:
@@ -204,6 +210,7 @@ class Bill:
             (self.manifest, manifest, "the provider has changed since (its manifest is another)"),
             (self.run, run, f"changed since: {', '.join(changed) or 'the weights'}"),
             ((self.mask, self.precision), (mask, precision), "the mask or its precision is another"),
+            (self.keep, keep, "other layers are kept here (keep=, --keep)"),
         ):
             if planned != now:
                 raise ConfigurationError(f"this is not the run of the plan: {what}; nothing was sent: plan it anew")

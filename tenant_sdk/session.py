@@ -10,10 +10,11 @@ If a step fails, everything that was opened is closed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,7 +30,9 @@ from noise.verify import Verifier
 from runtime.command_line import told_if_slow
 from tenant_sdk import embedded
 from tenant_sdk.identity import issuer_of, tenant_name
+from tenant_sdk.keep import Kept, choose_kept
 from tenant_sdk.model.build import context_length
+from tenant_sdk.model.kept import KeptWeights
 from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.plan import Plan
 from tenant_sdk.prepare import settle_hints
@@ -91,6 +94,13 @@ class Session:
     tokenizer_source: LocalSource | None = None
     usage: tuple[OwnUsage, ...] = ()
     """The tenant's own counts of what it uses, one for each identity."""
+    kept: Kept = field(default_factory=Kept)
+    """The groups that the tenant computes itself."""
+
+    @functools.cached_property
+    def asked(self) -> Manifest:
+        """Returns the manifest with those groups only that the provider is asked for."""
+        return self.kept.asked(self.manifest)
 
     def close(self) -> None:
         """Drops secrets, closes the connections and saves what was used."""
@@ -131,7 +141,9 @@ def open_session(
                 undo.callback(connection.close)
             usage = tuple(_count_usage(plan, identities, connections, undo))
             manifest = _common_manifest([connection.manifest() for connection in connections])
-        features = sum(each.in_features + each.out_features for each in manifest.groups)
+        kept = choose_kept(plan.keep, manifest)
+        asked = kept.asked(manifest)
+        features = sum(each.in_features + each.out_features for each in asked.groups)
         setting = replace(
             known,
             weights=manifest.weights,
@@ -146,8 +158,7 @@ def open_session(
         # at once.
         scheme = make_scheme(plan.mask, _arithmetic(plan, setting), plan.mask_options, setting)
         undo.callback(scheme.close)
-        bundle: Path | None = None
-        weight_of: WeightOf | None = None
+        found: _Compared | None = None
         if verifier is not None:
             with told_if_slow(f"comparing with the trusted checkpoint {plan.verify}", say) as is_told:
 
@@ -156,17 +167,18 @@ def open_session(
                     if on_verified is not None:
                         on_verified(done, total)
 
-                bundle, weight_of = _compare(plan, connections[0], manifest, report, own_weights, verifier)
-        executor = RemoteExecutor(connections, scheme, manifest.limits, verifier)
-        if bundle is not None:
+                found = _compare(plan, connections[0], manifest, report, own_weights, verifier, kept)
+        weights = None if found is None else found.kept
+        executor = RemoteExecutor(connections, scheme, manifest.limits, verifier, weights)
+        if found is not None:
             with executor.in_session():
-                line = settle_hints(scheme, manifest, bundle, weight_of)
+                line = settle_hints(scheme, asked, found.bundle, found.weight_of)
             if line is not None and say is not None:
                 say(line)
         undo.pop_all()
     if verifier is None and plan.mask in RING_ONLY:
         warnings.warn(unverified(plan), NotVerifiedWarning, stacklevel=users_line())
-    return Session(connections, manifest, scheme, executor, verifier, tokenizer_source, usage)
+    return Session(connections, manifest, scheme, executor, verifier, tokenizer_source, usage, kept)
 
 
 def _count_usage(
@@ -338,6 +350,21 @@ def _open_ledger(plan: Plan, identity: TlsIdentity | None) -> Ledger:
     return Ledger.open(folder / "ledger", f"{tenant_name(identity)} of {authority}")
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """Holds what a comparison with the trusted checkpoint gives.
+
+    Attributes:
+        bundle: the folder of the provider's bundle.
+        weight_of: what `TrustedCheckpoint.check_provider` returns.
+        kept: the weights of the groups that the tenant keeps.
+    """
+
+    bundle: Path
+    weight_of: WeightOf | None
+    kept: KeptWeights
+
+
 def _compare(
     plan: Plan,
     connection: Connection,
@@ -345,13 +372,10 @@ def _compare(
     on_verified: Callable[[int, int], None],
     own_weights: dict[int, torch.Tensor],
     verifier: Verifier,
-) -> tuple[Path, WeightOf | None]:
-    """Compares the provider with the trusted checkpoint, and gives the verifier the checkpoint's weights.
-
-    For mask='pad' the quantised trusted weights are put into `own_weights`, by group number.
-
-    Returns:
-        The folder of the provider's bundle, and what `TrustedCheckpoint.check_provider` returns.
+    kept: Kept,
+) -> _Compared:
+    """Compares the provider with the trusted checkpoint, and gives the verifier the checkpoint's weights of all groups
+    that the tenant does not keep. For mask='pad' these weights are put into `own_weights`, too, by group number.
 
     Raises:
         ConfigurationError: there is no such checkpoint.
@@ -360,6 +384,14 @@ def _compare(
     from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 
     checkpoint, folder = TrustedCheckpoint.open(str(plan.verify)), fetch_bundle(connection, manifest, plan.cache)
-    keep = own_weights.__setitem__ if plan.mask == "pad" else None
     cache = plan.cache or default_cache()
-    return folder, checkpoint.check_provider(manifest, folder, verifier, on_verified, keep, cache)
+    kept_weights: dict[int, torch.Tensor] = {}
+
+    def keep(group: int, weight: torch.Tensor) -> None:
+        if group in kept.groups:
+            kept_weights[group] = weight.clone()  # not in the store's file, which may be removed
+        elif plan.mask == "pad":
+            own_weights[group] = weight
+
+    weight_of = checkpoint.check_provider(manifest, folder, verifier, on_verified, keep, cache, kept.groups)
+    return _Compared(folder, weight_of, KeptWeights(kept_weights))

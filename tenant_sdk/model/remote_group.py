@@ -1,5 +1,5 @@
 """This module sends the rows of a layer group to a provider under a mask, and receives the products, for the forward
-and the backward pass.
+and the backward pass. Groups that the tenant keeps (tenant_sdk/model/kept.py) are computed here, and not sent.
 
 A group is a set of layers that read the same input, such as q, k and v of one block; these layers are its members.
 
@@ -28,6 +28,7 @@ from noise.masks.off import Off
 from noise.registry import product_calls
 from noise.scheme import GroupSpec, Masked, MaskScheme
 from noise.verify import FAILED, Verifier
+from tenant_sdk.model.kept import KeptWeights
 from tenant_sdk.model.run_state import NO_MODEL, PROVIDER, RunState, RunStates
 from wire.errors import InvalidTensor, NotFinite, VerificationFailed
 from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction, Purpose
@@ -56,8 +57,9 @@ class RemoteExecutor:
     """Sends masked rows to the provider (or providers) and unmasks the replies."""
 
     def __init__(
-        self, connections: Sequence[Connection], scheme: MaskScheme, limits: Limits, verifier: Verifier | None = None
-    ) -> None:
+        self, connections: Sequence[Connection], scheme: MaskScheme, limits: Limits, verifier: Verifier | None = None,
+        kept: KeptWeights | None = None,
+    ) -> None:  # fmt: skip
         """Makes an executor for one session.
 
         Args:
@@ -65,9 +67,12 @@ class RemoteExecutor:
             scheme: the mask.
             limits: the limits on requests, each the smallest that any of the providers states.
             verifier: the verifier of every reply, which checks it before it is unmasked; None without `verify`.
+            kept: the weights of the groups that are computed here; None if all are asked for.
         """
         self._connections = tuple(connections)
         self.scheme = scheme
+        self.kept = kept or KeptWeights()
+        self._unmasked_here = Off(Arithmetic.RING)
         self._limits = limits
         self._verifier = verifier
         scheme.bind(lambda call, payload, reply_cols: self._send(call, payload, 0, reply_cols))
@@ -128,7 +133,8 @@ class RemoteExecutor:
         try:  # this is what `in_session` does, without the cost of a context manager in each call
             if rows.shape[0] == 0:
                 return torch.empty(0, reply_cols, dtype=torch.float32, device=rows.device)
-            if rows.shape[0] == 1 and not staging.is_here(rows) and self.scheme.arithmetic is Arithmetic.RING:
+            is_short = rows.shape[0] == 1 and not staging.is_here(rows) and group.id not in self.kept.groups
+            if is_short and self.scheme.arithmetic is Arithmetic.RING:
                 # A row's product on the CPU takes the short way of `RowEncoder`; no kernel of a device is started.
                 with staging.on_host(rows) as here:
                     product = self._unmasked(self._ask(self.scheme, group, direction, here, state), here).to(
@@ -203,13 +209,17 @@ class RemoteExecutor:
     def _ask(
         self, scheme: MaskScheme, group: GroupSpec, direction: Direction, rows: torch.Tensor, state: RunState
     ) -> list[_Asked]:
-        """Masks the rows of a call and sends them, in as many requests as the limits need.
+        """Masks the rows of a call and sends them, in as many requests as the limits need. Rows of a kept group get no
+        mask and are not sent.
 
         Raises:
             NotFinite: the rows are not all finite, and the run may stop; no mask slot (one row of a mask) was used.
         """
         _, reply_cols = group.widths(direction)
         most = most_rows(group.widths(direction), self._limits)
+        is_kept = group.id in self.kept.groups
+        if is_kept:
+            scheme = self._unmasked_here
         asked: list[_Asked] = []
         for part in [rows] if rows.shape[0] <= most else rows.split(most):
             masked = None
@@ -221,7 +231,11 @@ class RemoteExecutor:
                         raise
             if masked is None:  # here no error is being handled, which would hold the rows
                 masked = scheme.mask(group, direction, state.finite_rows(part))
-            asked.append((masked, [self._send(*message, reply_cols) for message in masked.messages]))
+            if is_kept:
+                here = [self.kept.pending(call, payload, part.device) for call, payload, _ in masked.messages]
+                asked.append((masked, [*here]))
+            else:
+                asked.append((masked, [self._send(*message, reply_cols) for message in masked.messages]))
         return asked
 
     def _unmasked(self, asked: list[_Asked], like: torch.Tensor) -> torch.Tensor:

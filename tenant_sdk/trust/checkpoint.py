@@ -23,7 +23,7 @@ import logging
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -159,18 +159,20 @@ class TrustedCheckpoint:
         progress: Progress | None = None,
         keep: Callable[[int, torch.Tensor], None] | None = None,
         cache: Path | None = None,
+        unasked: Collection[int] = (),
     ) -> GroupWeights | None:
         """Compares a provider's manifest and bundle with this checkpoint, and adds each group's weight to the verifier.
 
         Args:
             manifest: the provider's manifest.
             bundle_folder: the folder that `fetch_bundle` returned.
-            verifier: the verifier that gets every group; it is closed if any part differs.
+            verifier: the verifier that gets every group but those of `unasked`; it is closed if any part differs.
             progress: a function that shows the steps, see `Progress`.
-            keep: a function that takes each group's number and W̃, the int8 weight, if the tenant needs the weights
-                itself (mask='pad').
+            keep: a function that takes each group's number and W̃, the int8 weight, which may be a view of the store's
+                file, if the tenant needs weights itself (mask='pad', and layers that it keeps).
             cache: the cache folder, in which the int8 weights are kept for later sessions (wire/prepared.py); None to
                 keep nothing. What is kept depends on this checkpoint alone, and on nothing that the provider sent.
+            unasked: the groups that the provider will not be asked for; the verifier does not get them.
 
         Returns:
             The int8 weights of the provider's groups, if they are kept; otherwise None.
@@ -192,7 +194,8 @@ class TrustedCheckpoint:
             steps.expect(0)
             for group in manifest.groups:
                 quantised = check_group(group, trusted.layer, state, scales, norms)
-                verifier.add_group(group.id, quantised)
+                if group.id not in unasked:
+                    verifier.add_group(group.id, quantised)
                 if keep is not None:
                     keep(group.id, quantised)
                 steps.step()

@@ -411,6 +411,7 @@ finally:
         ("--url inproc:smollm2-135m --accept-change weights", "accept_changes (--accept-change"),
         ("--url inproc:smollm2-135m --peer-uid 7", "peer_uid is for ipc: only"),
         ("--url inproc:smollm2-135m --pad-rows -1", "pad_rows"),
+        ("--url inproc:smollm2-135m --keep attention", "name it with verify= (--verify)"),
     ],
 )
 def test_a_wrong_option_is_told_before_torch_is_needed(

@@ -12,6 +12,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from tenant_sdk import TenantClient, for_remote_base
 from tenant_sdk.endpoint.server import Endpoint
 from tenant_sdk.explain import ONLY_IN_USE, explain, folded, not_in_use, show, wrapped
+from tenant_sdk.keep import Kept
 from tenant_sdk.serving.engine import Engine
 from wire.frame import Arithmetic
 
@@ -25,7 +26,7 @@ def text_of(leave_out: Any = ()) -> str:
         max_column_norm=400.0, max_row_norm=400.0, widths=lambda _: (32, 32), in_features=32, out_features=32
     )
     manifest = SimpleNamespace(groups=[group], recording=False, weights="int8")
-    session: Any = SimpleNamespace(scheme=scheme, manifest=manifest, verifier=None)
+    session: Any = SimpleNamespace(scheme=scheme, manifest=manifest, asked=manifest, kept=Kept(), verifier=None)
     return explain(session, PLAN, leave_out=leave_out)
 
 
