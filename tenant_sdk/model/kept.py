@@ -54,7 +54,7 @@ class KeptWeights:
             given = payload.rows(call)
             rows = given.expand(payload.cols) if isinstance(given, SeededRows) else given
         weight = self._weight(call.group, rows.device)
-        return product(rows, weight if call.direction is Direction.FORWARD else weight.t())
+        return product(rows, weight if call.direction is Direction.FORWARD else weight.t(), are_secret=True)
 
     def _weight(self, group: int, device: torch.device) -> torch.Tensor:
         found = self._weights.get((group, device))

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from noise.verify import Verifier
 from tenant_sdk import Engine, TenantClient, cli, for_remote_base
 from tenant_sdk.keep import Kept, block_of, choose_kept, read_keep
+from tenant_sdk.model import kept
 from tenant_sdk.plan_file import Saving
 from tenant_sdk.testing import ScriptedProvider, character_tokenizer
 from tests.support.endpoints import WHO, endpoint_of, official
@@ -462,3 +463,21 @@ def test_the_commands(provider: ScriptedProvider, tmp_path: Path) -> None:
         failed = CliRunner().invoke(cli.app, ["explain", *words])
         assert expected in str(failed.exception)
         assert "\n" not in str(failed.exception)
+
+
+def test_the_time_of_kept_products_does_not_depend_on_plain_rows(
+    provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The provider sees when the next call comes, so products of kept layers take as long for rows that are zero."""
+    asked: list[bool] = []
+    multiply = kept.product
+
+    def spy(rows: torch.Tensor, weight: torch.Tensor, are_secret: bool = False) -> torch.Tensor:
+        asked.append(are_secret)
+        return multiply(rows, weight, are_secret)
+
+    monkeypatch.setattr(kept, "product", spy)
+    with provider.client(mask="off", keep="attention") as client:
+        logits_of(client)
+    assert len(asked) == 4
+    assert all(asked)

@@ -270,7 +270,7 @@ int veilbase_has_vnni(void) {
 
 /* Returns the version of these functions' signatures. It grows by one with every change of them, here and in kernels.py. */
 int veilbase_kernels_version(void) {
-    return 7;
+    return 8;
 }
 
 /* Returns the bytes of scratch memory that `veilbase_product` needs for rows of d numbers. */
@@ -287,7 +287,8 @@ int64_t veilbase_scratch_bytes(int64_t d) {
  *
  * rows, replies: for each row, where its d numbers and its reply begin, both contiguous; no two overlap.
  * weight: the first number of a d x m matrix, one of whose strides is 1.
- * scratch: see `veilbase_scratch_bytes`. with_vnni: whether to use kernels_vnni.c, if `veilbase_has_vnni`.
+ * scratch: see `veilbase_scratch_bytes`. with_vnni: whether to use kernels_vnni.c, if `veilbase_has_vnni`;
+ * SKIPPING if it may leave out lowest bytes that are zero, which takes less time then.
  */
 void veilbase_product(const int32_t *const *rows, int32_t *const *replies, int64_t first_row, int64_t last_row,
                       const int8_t *weight, int64_t row_stride, int64_t column_stride, int64_t d,
@@ -301,7 +302,7 @@ void veilbase_product(const int32_t *const *rows, int32_t *const *replies, int64
     if (last_row - first_row > 1) {
         product_t p = {rows, replies, w, d, first_row, last_row, first_column, last_column};
         if (last_row - first_row <= MOST_FEW_ROWS) multiply_few(p, scratch, with_vnni);
-        else if (with_vnni) vnni_multiply_many(p, scratch);
+        else if (with_vnni) vnni_multiply_many(p, scratch, with_vnni == SKIPPING);
         else multiply_many(p, scratch);
         return;
     }

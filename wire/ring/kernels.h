@@ -3,6 +3,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define SKIPPING 2          /* a value of `with_vnni` */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define BLOCK_ROWS 48       /* rows of a block: a multiple of the rows of a product in registers */
 #define BLOCK_COLUMNS 512   /* columns of a block: a multiple of the columns of a product in registers */
@@ -97,6 +98,6 @@ void pack_columns_of_weight(int16_t *out, const int8_t *w, int64_t stride, int64
 
 int vnni_usable(void);
 int64_t vnni_scratch_bytes(int64_t d);
-void vnni_multiply_many(product_t p, void *scratch);
+void vnni_multiply_many(product_t p, void *scratch, int skips);
 void vnni_multiply_one_by_rows(const int32_t *x, int32_t *y, weight_t w, int64_t d, int64_t first, int64_t last, void *scratch);
 void vnni_multiply_one_by_columns(const int32_t *x, int32_t *y, weight_t w, int64_t d, int64_t first, int64_t last, void *scratch);

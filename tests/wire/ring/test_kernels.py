@@ -138,6 +138,24 @@ def test_pieces_in_several_threads(sizes: list[int], is_transposed: bool, monkey
         assert torch.equal(product(list(rows.split(sizes)), weight), expected)
 
 
+@needs_products
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("are_secret", [False, True])
+def test_rows_of_24_bits_among_others(is_transposed: bool, are_secret: bool) -> None:
+    """Rows whose lowest bytes are zero may be multiplied in a way of their own, three rows and 1,024 numbers at a
+    time."""
+    rows, weight = draw(300, 1500, 130, is_transposed)
+    short = widths.rounded(rows.clone(), 24)
+    for chosen in (range(300), range(0), range(0, 300, 2), range(17, 203)):
+        mixed = rows.clone()
+        mixed[list(chosen)] = short[list(chosen)]
+        mixed[5, :1024], mixed[6] = 1, 0  # short in the second block only, and in both
+        reply = torch.empty(300, 130, dtype=torch.int32)
+        kernels.products([mixed], weight, [reply], are_secret)
+        assert torch.equal(reply, plain.plain_product(mixed, weight))
+
+
 MUCH = 1 << 24
 """The number of multiplications for each number of a product, so that every product is worth sharing among threads."""
 
