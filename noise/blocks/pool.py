@@ -104,7 +104,7 @@ _SHARE_OF_FREE_MEMORY = 0.1
 _ENOUGH_TOKENS = 256
 """For how many tokens the default budget holds masks and effects in both directions: a block of 512 rows of every layer
 while tokens are generated, or about half a training step."""
-STEP_BYTES = 96 << 20
+STEP_BYTES = 48 << 20
 """The default of what the worker makes ahead for calls of half a block or more, those of training: a step uses every
 row once and in the same order, so the worker is ahead of it with the rows of a few layers, and more would only wait."""
 _LEAVE_S = 10.0
