@@ -3,8 +3,8 @@
 Provider and tenant share the machine. A run in int8 `ring` arithmetic without a mask sends rows of 32-bit numbers, as a
 masked run does. Each side runs in a process of its own with its own settings (the local peer with torch's defaults),
 and the sides take turns. `lattice` makes its masks inside the step, in the calling thread, so that no masks are made
-during another run. The pool makes masks for several steps at a time, so a turn of this run is `CYCLE` steps, and their
-mean is the result. In runs with "masks ready", the masks are made before the clock starts.
+during another run; a turn of this run is `CYCLE` steps, and their mean is the result. In runs with "masks ready", the
+masks are made before the clock starts, in a pool of `READY_BYTES`, since the default pool does not hold a step's.
 
 `python -m benchmarks.finetune_step dora` measures a DoRA step beside a LoRA step, over a provider and with local
 transformers + PEFT. There the provider computes in int8 `ring` arithmetic without a mask, and the bytes are those of
@@ -27,8 +27,7 @@ from benchmarks.common import Providers, Worker, interleaved, local_model, provi
 
 SHAPE = (2, 256)
 CYCLE = 3
-"""The number of steps whose masks the default pool of 2 GiB makes together. The masks of one step are in use, and those
-of two more steps, 1.04 GB each, fit into the pool."""
+READY_BYTES = 2 << 30
 WARM_STEPS = 2
 """The number of steps before the measurement. After the second step, the pool knows how many masks a step needs."""
 VARIANTS = {
@@ -93,7 +92,9 @@ def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> 
     import tenant_sdk
 
     tenant_sdk.tune()
-    options = {"background": False} if mask == "lattice" else {}
+    options: dict[str, Any] = {"background": False} if mask == "lattice" else {}
+    if ready:
+        options["pool_bytes"] = READY_BYTES
     with tenant_sdk.TenantClient(
         url, identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
         verify="smollm2-135m" if verified else None,
