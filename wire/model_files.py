@@ -14,7 +14,7 @@ from wire.errors import ConfigurationError
 
 CONFIG = "config.json"
 _GGUF = b"GGUF"
-"""How every GGUF file begins. Source: ggml, docs/gguf.md, "File structure"."""
+"""How every GGUF file begins. Source: the GGUF format of ggml, its "File structure"."""
 _MOST_JSON_BYTES = 4 << 20
 
 

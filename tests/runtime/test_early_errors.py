@@ -86,6 +86,10 @@ CONNECTION: Mapping[str, Values] = {
     "--parameters": (("defalt", "did you mean default?"),),
     "--hints": (("locl", "hints"), ("local", "needs")),
     "--pool": (("dsk", "pool"),),
+    "--keep": (
+        ("attention", "--verify"), (("--keep", "lower:0", "--verify", "checkpoint"), "keep (--keep) is"),
+        (("--keep", "attention,,", "--verify", "checkpoint"), "keep (--keep) is"),
+    ),
     "--precision": (("exct", "precision"), (("--precision", "short", "--verify", "checkpoint"), "verify")),
     "--tokenizer": (
         ("nowhere", "cannot find the tokenizer"), ("text.txt", "cannot find the tokenizer"),

@@ -257,14 +257,15 @@ SILENT: list[Failure] = [
     a_bundle_file_that_quotes, scales_that_are_none, a_ledger_that_is_damaged, a_disk_that_takes_no_hints,
     a_frame_with_an_unknown_number, a_product_that_fails, a_rank_that_is_gone,
     a_manifest_that_quotes, usage_that_names_tenants, settings_that_are_no_yaml, a_setting_that_cannot_be,
+    a_trusted_checkpoint_that_is_damaged, a_model_that_cannot_be_loaded,
 ]  # fmt: skip
 TELLING: list[tuple[Failure, type[Exception]]] = [
     (no_identity, FileNotFoundError), (a_certificate_that_is_none, ValueError), (no_endpoint, FileNotFoundError),
     (a_device_that_is_none, RuntimeError), (a_url_that_is_none, ValueError),
-    (a_folder_of_checkpoints_that_is_a_file, FileExistsError), (a_trusted_checkpoint_that_is_damaged, OSError),
+    (a_folder_of_checkpoints_that_is_a_file, FileExistsError),
     (scales_that_are_missing, FileNotFoundError), (a_manifest_that_is_no_json, ValueError),
     (a_registry_that_names_tenants, ValueError), (an_output_folder_that_is_a_file, NotADirectoryError),
-    (a_host_that_cannot_be, ValueError), (a_model_that_cannot_be_loaded, OSError),
+    (a_host_that_cannot_be, ValueError),
     (usage_that_is_a_folder, IsADirectoryError), (no_provider_in_a_folder, FileNotFoundError),
     (an_address_of_another_machine, OSError),
 ]  # fmt: skip

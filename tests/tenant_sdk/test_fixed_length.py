@@ -207,7 +207,7 @@ def test_the_cut_keeps_the_stop_token() -> None:
     assert cut_at_stop([5, 6], ()) == [5, 6]
 
 
-def test_the_command_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from tenant_sdk import cli
@@ -225,7 +225,8 @@ def test_the_command_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
             given.append(options)
 
     monkeypatch.setattr("tenant_sdk.TenantClient", lambda *_, **__: Client())
-    runner, command = CliRunner(), ["generate", "who?", "--url", "inproc:."]
+    (tmp_path / "config.json").write_text("{}")
+    runner, command = CliRunner(), ["generate", "who?", "--url", f"inproc:{tmp_path}"]
     assert runner.invoke(cli.app, [*command, "--fixed-length"]).exit_code == 0
     assert runner.invoke(cli.app, command).exit_code == 0
     assert [options["fixed_length"] for options in given] == [True, False]

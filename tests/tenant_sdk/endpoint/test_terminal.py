@@ -112,6 +112,13 @@ class Screen(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def _a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `inproc:.` name a folder with a model's config, which commands look for before they do anything."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+
+
 def run(
     monkeypatch: pytest.MonkeyPatch, client: Any, command: str, out: io.StringIO, url: str = "inproc:.",
     mask: str = "off",
