@@ -10,6 +10,7 @@ from benchmarks import (
     accelerator,
     activations,
     adapters,
+    cost,
     decode,
     encrypted_matmul,
     few_rows,
@@ -36,7 +37,7 @@ RUNS = (
     finetune_step.main, decode.main, few_rows.main, transport.main, scheduling.main, memory.main, long_context.main,
     masks.main, tenant_cost.main, quality.main, quality.compare_seeds, network.main, adapters.main, serving.main,
     speculation.main, encrypted_matmul.main, activations.main, activations.show_kept, accelerator.main,
-    serving_mix.main, tenant_memory.main,
+    serving_mix.main, tenant_memory.main, cost.main,
 )  # fmt: skip
 
 for run in RUNS:
