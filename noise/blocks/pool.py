@@ -18,15 +18,17 @@ refused, and neither slots nor pools can be pickled or copied. If no row is read
 empty pool costs time and never privacy. A row is in memory or in the file, and never in both.
 
 Not guaranteed: that a block is on record, which noise/ledger/ledger.py guarantees. During a long run callers may still
-have to wait, unless a core has time to refill the pool: the worker uses one core, with a low priority, and a caller
-that must wait uses all of them. If the budget does not hold a block for every layer, blocks are made a piece at a time
-(`piece_rows`), which takes the lattice mask more arithmetic.
+have to wait, unless a core has time to refill the pool: the worker uses one core, with a low priority. A caller that
+makes rows itself uses all cores, and one that finds the worker at its own group's rows waits for the worker. If the
+budget does not hold a block for every layer, blocks are made a piece at a time (`piece_rows`), which takes the lattice
+mask more arithmetic.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -56,7 +58,8 @@ class RowCounts:
     Attributes:
         made: the rows that were made.
         ready: the rows that no call has taken.
-        burnt: the rows that were taken for calls of `take` that then failed. No caller got these rows.
+        burnt: the rows that were taken for calls of `take` that then failed, those of a direction that was no longer
+            used, and those left out so that groups do not run out together. No caller got these rows.
     """
 
     made: int
@@ -87,8 +90,12 @@ def alone(work: Callable[[], Result]) -> Result:
     that torch, or MKL's FFT, would spread over several threads if the calling thread ran it.
 
     Threads that torch or MKL start for an operation spin afterwards, on the cores that the pieces of the next step
-    need, which costs these pieces a third of their time.
+    need, which costs these pieces a third of their time. A thread that uses one core anyway runs it itself: a thread
+    that the pool's worker started would have the worker's low priority for good.
     """
+    if torch.get_num_threads() == 1:
+        with torch.inference_mode():
+            return work()
     return _workers.submit(torch.inference_mode()(work)).result()
 
 
@@ -122,6 +129,8 @@ _PATIENCE = 10
 """The nice value of the worker, which then takes what time the model leaves, and a provider on the same machine: a step
 of 2 × 256 tokens beside its provider on two cores took 4.2 s with all cores and the usual priority, 3.7 with one core
 and this one."""
+_GOLDEN_RATIO = 0.6180339887498949
+"""Its multiples mod 1 are spread evenly, however many there are."""
 _BLOCKS_TO_FILE = 2
 """The most blocks of a layer that `prepare` makes together when they go to a file."""
 Key = tuple[int, Direction]
@@ -200,6 +209,8 @@ class _Shelf:
         self.records: deque[Record] = deque()
         self.last_rows = self.rows_a_call = self.rows_in_file = self.last_call = 0
         self.is_wanted = self.is_being_made = self.is_read_wanted = self.is_being_read = False
+        self.number = 0  # of this shelf among all, in the order of their first use
+        self.is_staggered = False
         self.failure: VeilbaseError | MemoryError | None = None  # what the reader met, for the next caller
 
     def note_call(self, num_rows: int) -> None:
@@ -326,7 +337,8 @@ class MaskPool:
         if rows := self.ready_rows():
             line += f": at least {min(rows.values())} rows in each of {len(rows)} groups and directions"
         counts = self.row_counts()
-        return f"{line}; {counts.made} rows made, {counts.made - counts.ready} of them used" if counts.made else line
+        used = counts.made - counts.ready - counts.burnt
+        return f"{line}; {counts.made} rows made, {used} of them used" if counts.made else line
 
     def take(self, group: GroupSpec, direction: Direction, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns fresh rows. They are burnt (marked as used) before they are returned. If this fails, the rows that
@@ -413,7 +425,7 @@ class MaskPool:
         shelf = self._shelves.get(key)
         if shelf is None:
             shelf = self._shelves[key] = _Shelf(group, self.row_bytes(group, key[1]))
-            shelf.last_call = self._num_calls
+            shelf.last_call, shelf.number = self._num_calls, len(self._shelves) - 1
             self._measure()
         return shelf
 
@@ -428,10 +440,23 @@ class MaskPool:
             return
         self._measure()
         for other, idle in self._shelves.items():
-            if other[1] not in self._live and not idle.is_being_made:
-                self._num_burnt += idle.rows_in_memory
-                self._held_bytes -= sum(block.num_bytes for block in idle.blocks)
-                idle.blocks.clear()
+            if other[1] not in self._live and not idle.is_being_made and not idle.is_being_read:
+                self._retire(idle)
+
+    def _retire(self, shelf: _Shelf) -> None:
+        """Burns and drops all rows of a shelf. The caller must hold the lock, and nobody may be making or reading rows
+        of it."""
+        self._num_burnt += shelf.num_rows
+        for block in shelf.blocks:
+            self._held_bytes -= block.num_bytes
+            _overwrite(block)
+        shelf.blocks.clear()
+        for record in shelf.records:
+            self._stored_bytes -= record.num_bytes
+            if self.file is not None:
+                self.file.drop(record)
+        shelf.records.clear()
+        shelf.rows_in_file = 0
 
     def _take_ready(self, shelf: _Shelf, num_rows: int, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
         taken = 0
@@ -466,6 +491,7 @@ class MaskPool:
             with one_core() if is_ahead else all_cores():
                 blocks = self._make(shelf.group, key[1], num_rows)
             num_made = sum(block.slots.remaining for block in blocks)
+            self._stagger(shelf, blocks, num_now, is_ahead)
             if self.file is not None:
                 blocks, records = self._stored(key, blocks, num_now, self.file)
         except BaseException:
@@ -483,6 +509,24 @@ class MaskPool:
                 self._stored_bytes += sum(record.num_bytes for record in records)
                 self._num_made += num_made
             self._state.notify_all()
+
+    def _stagger(self, shelf: _Shelf, blocks: Sequence[Block], num_now: int, is_ahead: bool) -> None:
+        """Burns some rows of the first block of a shelf, once, if the budget has room for little more than a block of
+        each shelf. All calls of a step take as many rows, so all shelves would else run out in the same step, which
+        would have to wait for a block of each; a block keeps its memory until its last row is used.
+
+        Args:
+            num_now, is_ahead: as for `_fill`. Rows that `prepare` asked for stay.
+        """
+        fitting = self._budget_bytes // max(1, self._row_bytes)
+        is_tight = self._block_rows <= fitting < 2 * self._block_rows and self.file is None
+        if shelf.is_staggered or not is_tight or self._may_be_step(shelf) or not (num_now or is_ahead):
+            return
+        shelf.is_staggered = True
+        rows = int(self._block_rows * (shelf.number * _GOLDEN_RATIO % 1))
+        burnt = blocks[0].slots.take_up_to(max(0, min(rows, blocks[0].slots.remaining - max(1, num_now))))
+        with self._state:
+            self._num_burnt += len(burnt)
 
     # ---- in a file --------------------------------------------------------------------------------------------------
 
@@ -621,8 +665,8 @@ class MaskPool:
         in total, including shelves that have had no call yet. The other is how many rows of a block are made at a time
         (a piece).
 
-        If the budget holds a block for every shelf, whole blocks are made: shelves run out one after the other, so that
-        on average each holds half a block. If not, a piece is half of the rows that the budget holds for every shelf,
+        If the budget holds a block for every shelf, whole blocks are made, and shelves run out one after the other (see
+        `_stagger`). If not, a piece is half of the rows that the budget holds for every shelf,
         so that all shelves can be refilled before one has run out.
         """
         last = {direction: 0 for _, direction in self._shelves}
@@ -668,6 +712,10 @@ class MaskPool:
         calls = shelf.rows_a_call * (1 if is_limited else 1 + _MOST_CALLS_BEYOND)
         return max(self._block_rows, min(calls, self._fitting(self._row_bytes, self._block_rows)))
 
+    def _may_be_step(self, shelf: _Shelf) -> bool:
+        """Tells whether calls are, or may be, those of training: a single long call may have been a prompt."""
+        return 2 * (shelf.rows_a_call or shelf.last_rows) >= self._block_rows
+
     def _is_step(self, shelf: _Shelf) -> bool:
         """Tells whether calls are of half a block or more, as those of training are."""
         return 2 * shelf.rows_a_call >= self._block_rows
@@ -691,15 +739,19 @@ class MaskPool:
         return self.rounded(num_rows) * shelf.row_bytes
 
     def _next_wanted(self) -> tuple[Key, _Shelf, int] | None:
-        """Claims the first shelf, in the order of use, whose rows fit the budget. Returns the shelf's key, the shelf
-        and how many rows to make. The caller must hold the lock."""
+        """Claims the first shelf, in the order of use, whose rows fit the budget. Rows for training have a part of it
+        that other rows leave free. Returns the shelf's key, the shelf and how many rows to make. The caller must hold
+        the lock."""
+        steps = [each for each in self._shelves.values() if self._may_be_step(each)] if self._wanted else []
+        of_steps = sum(each.num_rows * each.row_bytes for each in steps)
+        reserved = self._step_bytes if steps and self._step_bytes < self._budget_bytes else of_steps
         for key in list(self._wanted):
             shelf = self._shelves[key]
             target = self._target(shelf)
-            # Of a shelf that has had one long call it is not known whether it was a prompt.
-            may_be_step = 2 * (shelf.rows_a_call or shelf.last_rows) >= self._block_rows
-            most = self._step_bytes if may_be_step else self._budget_bytes
-            if self.ready_bytes + self._cost(shelf, target) > most:
+            cost = self._cost(shelf, target)
+            is_step = self._may_be_step(shelf)
+            held, most = (of_steps, self._step_bytes) if is_step else (self.ready_bytes - of_steps + reserved, math.inf)
+            if held + cost > min(most, self._budget_bytes) or self.ready_bytes + cost > self._budget_bytes:
                 continue  # This shelf may never fit, and must not block the others.
             self._wanted.remove(key)
             shelf.is_wanted = False
@@ -750,6 +802,9 @@ class MaskPool:
         arena().trim()
 
     def _drop(self) -> None:
+        for shelf in self._shelves.values():
+            for block in shelf.blocks:
+                _overwrite(block)
         self._shelves.clear()
         self._wanted.clear()
         self._read_wanted.clear()
@@ -761,10 +816,18 @@ class MaskPool:
         raise TypeError("a mask pool holds secrets: it cannot be pickled")
 
 
+def _overwrite(block: Block) -> None:
+    """Overwrites rows that nobody got, if they are in a device's memory, which may come to another process."""
+    for each in (block.mask, block.effect):
+        if not each.is_cpu:
+            each.zero_()
+
+
 def _repeat(pool_of: weakref.ref[MaskPool], step: Callable[[MaskPool], bool], is_patient: bool) -> None:
     if is_patient and sys.platform == "linux":  # Elsewhere a thread has no priority of its own.
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PATIENCE)
+            usual = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(usual, _PATIENCE))
     while True:
         pool = pool_of()
         if pool is None or not step(pool):

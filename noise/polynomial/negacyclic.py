@@ -24,8 +24,7 @@ and torch's form. The two keep transforms in different orders. They give the sam
 compiled form has its own FFT, whose factors are exact to a unit in the last place.
 
 Threads: a call shares its chunks among the threads of noise/blocks/pool.py, so several threads call `Columns.load`.
-Calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does everything,
-except for the secrets' transforms of torch's form.
+Calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does everything.
 
 Integer arithmetic would be slower: one int8 matrix product of the four bytes of H with a ternary Toeplitz matrix takes
 8·k·N operations for each token and feature, 12,288 at 3×512. That is 14 ns at the 850 GOP/s measured for `_int_mm` on a
