@@ -552,7 +552,11 @@ def _ends_at_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
         yield
         return
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL:  # whoever started the process wants something else
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:

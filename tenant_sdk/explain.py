@@ -266,11 +266,8 @@ def _weights(scheme: MaskScheme, manifest: Manifest) -> str:
 
 def _kept(session: Session, plan: Plan) -> str:
     """Returns the text about layers that the tenant computes itself."""
-    weights, shared = session.executor.kept, session.kept.shared
-    also = ""
-    if shared:
-        others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
-        also = f"; not kept: {shared[0]}{others}, which share a call with other layers"
+    weights = session.executor.kept
+    also = f"; not kept: {session.kept.not_kept()}" if session.kept.shared else ""
     return (
         f"{len(weights.groups)} of {len(session.manifest.groups)} layer groups ({', '.join(plan.keep)}) are computed "
         f"here from {plan.verify}, by {_size(weights.num_bytes)} of int8 weights in memory: their rows are not "

@@ -42,6 +42,11 @@ class Kept:
     groups: frozenset[int] = frozenset()
     shared: tuple[str, ...] = ()
 
+    def not_kept(self) -> str:
+        """Returns the text on the layers that are not kept although they were named."""
+        others = f" and {len(self.shared) - 1} more" if len(self.shared) > 1 else ""
+        return f"{self.shared[0]}{others}, which share a call with other layers"
+
     def asked(self, manifest: Manifest) -> Manifest:
         """Returns a manifest with those groups only whose rows are sent."""
         if not self.groups:

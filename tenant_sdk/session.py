@@ -142,6 +142,8 @@ def open_session(
             usage = tuple(_count_usage(plan, identities, connections, undo))
             manifest = _common_manifest([connection.manifest() for connection in connections])
         kept = choose_kept(plan.keep, manifest)
+        if kept.shared:
+            warnings.warn(f"keep (--keep) leaves to the provider: {kept.not_kept()}", stacklevel=users_line())
         asked = kept.asked(manifest)
         features = sum(each.in_features + each.out_features for each in asked.groups)
         setting = replace(

@@ -688,7 +688,13 @@ def glibc_malloc_trim() -> Any:
 
 
 def choose(
-    mode: str | None, base: Any, num_rows: int, has_dropout: bool, memory_budget_mb: float | None, folder: Path
+    mode: str | None,
+    base: Any,
+    num_rows: int,
+    has_dropout: bool,
+    memory_budget_mb: float | None,
+    folder: Path,
+    taken_bytes: int = 0,
 ) -> Checkpointing:
     """Returns the checkpointing of a run.
 
@@ -700,16 +706,18 @@ def choose(
         memory_budget_mb: the memory that a step's activations may take, in MB. With None it is half of the free memory
             for `auto`; `replies`, which is asked for by name to save memory, then puts all replies on disk if they fit.
         folder: a folder on the disk that takes the replies that are not held in memory.
+        taken_bytes: what else will be written there before the run's first step.
 
     Raises:
         StorageError: the mode is `replies`, and the disk has no room for them.
     """
+    room = free_disk(folder) - taken_bytes
     need = estimate(base, num_rows, has_dropout)
     free = free_memory() or 0  # What is unknown counts as none, so that the run saves memory.
     budget = int(memory_budget_mb * 1e6) if memory_budget_mb is not None else int(free * _SHARE_OF_MEMORY)
     in_memory = max(0, budget - need.working)
     if mode == "replies" and memory_budget_mb is None:
-        is_roomy = need.stored * 1.2 + _SPARE_DISK_BYTES <= free_disk(folder)
+        is_roomy = need.stored * 1.2 + _SPARE_DISK_BYTES <= room
         if is_roomy and not is_in_memory(folder):
             in_memory = 0
         else:
@@ -717,14 +725,14 @@ def choose(
             _LOGGER.warning("replies fill half of the free memory before the disk: that of %s %s", folder, why)
     if mode == "auto":
         mode = None if need.plain <= budget or not base.supports_gradient_checkpointing else "replies"
-        if mode == "replies" and need.stored - in_memory > free_disk(folder):
+        if mode == "replies" and need.stored - in_memory > room:
             mode = "recompute"
     if mode != "replies":
         return Checkpointing(mode, None)
-    if need.stored - in_memory > free_disk(folder):
+    if need.stored - in_memory > room:
         raise StorageError(
             f"expected {(need.stored - in_memory) / 1e6:.0f} MB of free disk for replies at {folder}, got "
-            f"{free_disk(folder) / 1e6:.0f}: make room, or choose checkpointing='recompute' (--checkpointing)"
+            f"{max(room, 0) / 1e6:.0f}: make room, or choose checkpointing='recompute' (--checkpointing)"
         )
     per_row = need.replies // max(1, num_rows), need.results // max(1, num_rows)
     return Checkpointing(mode, ReplyStore(in_memory, folder), per_row)

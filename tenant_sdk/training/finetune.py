@@ -319,7 +319,7 @@ class Run:
         model = _adapted(self.session, self.peft_config, self.options.seed)
         num_virtual = virtual_tokens(self.peft_config)
         prefix = self._cut(model) if self.options.cache_frozen_prefix else None  # before checkpointing is turned on
-        kept, windows = self._save_memory(model, num_virtual)
+        kept, windows = self._save_memory(model, num_virtual, 0 if prefix is None else prefix.num_bytes)
         with closing(kept), nullcontext() if prefix is None else closing(prefix):
             trainer = _make_trainer(
                 model, self.rows, self.options, self.checkpoints, self.session, run_states(model).current
@@ -359,11 +359,11 @@ class Run:
             if self.options.progress:
                 to_stderr(said)
 
-    def _save_memory(self, model: Any, num_virtual: int) -> tuple[Checkpointing, Windows | None]:
+    def _save_memory(self, model: Any, num_virtual: int, prefix_bytes: int) -> tuple[Checkpointing, Windows | None]:
         """Prepares a model for activation checkpointing and windows, as far as the run has them, and returns both."""
         kept = choose(
             self.prepared.mode, model.get_base_model(), self.rows.longest_batch(self.options.batch_size, num_virtual),
-            has_dropout(model), self.options.memory_budget_mb, checkpoints_folder(self.output_dir),
+            has_dropout(model), self.options.memory_budget_mb, checkpoints_folder(self.output_dir), prefix_bytes,
         )  # fmt: skip
         windows = prepare_windows(model, self.options.window_tokens, kept)
         if kept.mode is None and windows is None:  # otherwise the graph of one block or window is there at a time

@@ -173,7 +173,8 @@ def test_layers_that_share_a_call_with_others(phi: ScriptedProvider) -> None:
     names = {layer.name for group in manifest.groups if group.id in kept.groups for layer in group.layers}
     assert names == {f"model.layers.{block}.self_attn.dense" for block in (0, 1)}
     assert set(kept.shared) == {f"model.layers.{block}.self_attn.{name}_proj" for block in (0, 1) for name in "qkv"}
-    with phi.client(mask="off", keep="attention") as client:
+    client = phi.client(mask="off", keep="attention")
+    with pytest.warns(UserWarning, match=r"leaves to the provider: model.layers.0.self_attn.q_proj and 5 more"), client:
         assert "not kept: model.layers.0.self_attn.q_proj and 5 more, which share a call" in client.explain()
     with phi.client(mask="off", keep="attention,fc1") as client:
         assert len(choose_kept(client.keep, manifest).groups) == 4

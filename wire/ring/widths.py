@@ -161,9 +161,14 @@ def pack_row(numbers: memoryview, cols: int, bits: int, out: memoryview) -> None
         cols: how many they are.
         bits: 16, or one of `REQUEST_BITS` below 32.
         out: memory for the result.
+
+    Raises:
+        InvalidTensor: the numbers are more or fewer.
     """
     if not cols:
         return
+    if numbers.nbytes != cols * kernels.NUMBER_BYTES:
+        raise InvalidTensor(f"expected the memory of {cols} numbers, got {numbers.nbytes} bytes")
     if kernels.available():
         kernels.pack_row(numbers, bits, out)
     else:

@@ -61,8 +61,8 @@ MEGABYTES = 1e6
 NUM_ROWS = 100_000
 
 
-def chosen(base: Any, budget_mb: float | None, folder: Path, mode: str = "auto") -> str | None:
-    made = choose(mode, base, NUM_ROWS, False, budget_mb, folder)
+def chosen(base: Any, budget_mb: float | None, folder: Path, mode: str = "auto", taken: int = 0) -> str | None:
+    made = choose(mode, base, NUM_ROWS, False, budget_mb, folder, taken)
     made.close()
     return made.mode
 
@@ -73,8 +73,11 @@ def test_auto_is_the_cheapest_that_fits(base: Any, tmp_path: Path, monkeypatch: 
     assert chosen(base, need.plain / MEGABYTES + 1, tmp_path) is None
     assert chosen(base, need.plain / MEGABYTES - 1, tmp_path) == "replies"
     assert chosen(base, 0, tmp_path) == "replies"
-    disk = SimpleNamespace(free=need.stored // 2)
+    disk = SimpleNamespace(free=need.stored + 10)
     monkeypatch.setattr(activation_checkpointing.shutil, "disk_usage", lambda folder: disk)
+    assert chosen(base, 0, tmp_path, taken=10) == "replies"
+    assert chosen(base, 0, tmp_path, taken=need.stored // 2) == "recompute", "something else takes the room"
+    disk.free = need.stored // 2
     assert chosen(base, 0, tmp_path) == "recompute", "the disk has no room"
     assert chosen(base, (need.working + 0.6 * need.stored) / MEGABYTES, tmp_path) == "replies", "memory has it"
     with pytest.raises(StorageError, match="MB of free disk for replies") as failure:
