@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from tenant_sdk.adapter_files import NAME
+from tenant_sdk.adapter_files import CONFIG, NAME
 from tenant_sdk.options import from_keywords, told
 from tenant_sdk.plain_values import WrongOption, positive, true_or_false
 from tenant_sdk.serving.scheduler import Budget
@@ -395,6 +395,10 @@ def check_store_early(folder: object, given: Mapping[str, Any]) -> None:
     changed = [each.name for each in fields(StoreOptions) if each.name in given and not options.is_default(each.name)]
     if folder is None and options.catalogue is None and changed:
         raise WrongOption(f"{changed[0]} has no effect without adapters: name their folder or a catalogue", changed[0])
+    if isinstance(folder, str | Path) and (Path(folder) / CONFIG).is_file():
+        raise ConfigurationError(
+            f"{ascii(str(folder))[1:-1][:200]} is an adapter and no folder of adapters: name the folder that it lies in"
+        )
     listed: Collection[str] = ()
     if isinstance(options.catalogue, str | Path):
         if not Path(options.catalogue).is_file():

@@ -46,7 +46,7 @@ from tenant_sdk.training.settings import FinetuneOptions
 from wire.errors import ConfigurationError, StorageError, VeilbaseError
 
 _OPTION = "cache_frozen_prefix"
-_UPPER = "choose upper blocks with layers_to_transform in peft_config"
+_UPPER = "choose upper blocks with layers_to_transform, and target_modules as a list of names, in peft_config"
 
 Hidden = torch.Tensor
 """The type of hidden states between two blocks, shape (batch, length, hidden_size)."""

@@ -146,7 +146,7 @@ def translate_status(exc: grpc.RpcError, connected: bool = False, accepted_befor
         # A provider that refuses the certificate closes the socket, and gRPC calls that UNAVAILABLE.
         return Unauthenticated(
             "the connection was closed: this identity belongs to another provider, has expired, or is missing (the URL "
-            "of a provider with TLS is grpcs://..., and takes an identity)"
+            "of a provider with TLS is grpcs://..., and takes an identity; that of one without TLS is grpc://...)"
         )
     return Unavailable(
         "the provider cannot be reached or went away: check its URL and that it runs; "

@@ -115,6 +115,11 @@ def test_a_dtype_has_its_short_name_and_torchs_own(dtype: Any) -> None:
 def test_options_of_a_store_without_adapters_have_no_effect(tmp_path: Path) -> None:
     check_store_early(None, {})
     check_store_early(tmp_path, {"device_slots": 3})
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "adapter_config.json").write_text("{}")
+    check_store_early(tmp_path, {})
+    with pytest.raises(ConfigurationError, match="is an adapter and no folder of adapters: name the folder that it"):
+        check_store_early(tmp_path / "one", {})
     for dtype in ("bf16", torch.bfloat16):  # the defaults, in each form
         check_store_early(
             None,
