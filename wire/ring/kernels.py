@@ -403,9 +403,7 @@ def pack_row(numbers: memoryview, bits: int, packed: memoryview) -> None:
     Raises:
         InvalidTensor: an argument is not as described.
     """
-    library, d = _library(), numbers.nbytes // NUMBER_BYTES
-    if library is None or not d or packed.nbytes != _packed_row_bytes(d, bits) or numbers.nbytes % NUMBER_BYTES:
-        raise InvalidTensor("no compiled kernel for this row")
+    library, d = _for_row(numbers, bits, packed)
     start, to = _address(numbers), _address(packed)
     library.veilbase_pack(start, d, 1, d, bits, to)
 
@@ -424,11 +422,17 @@ def unpack_row(packed: memoryview, bits: int, numbers: memoryview) -> bool:
     Raises:
         InvalidTensor: an argument is not as described.
     """
+    library, d = _for_row(numbers, bits, packed)
+    start, to = _address(packed), _address(numbers)
+    return int(library.veilbase_unpack(start, 1, d, bits, to)) == 0
+
+
+def _for_row(numbers: memoryview, bits: int, packed: memoryview) -> tuple[ctypes.CDLL, int]:
+    """Returns the library, and how many numbers a row has whose memory and packed memory these are."""
     library, d = _library(), numbers.nbytes // NUMBER_BYTES
     if library is None or not d or packed.nbytes != _packed_row_bytes(d, bits) or numbers.nbytes % NUMBER_BYTES:
         raise InvalidTensor("no compiled kernel for this row")
-    start, to = _address(packed), _address(numbers)
-    return int(library.veilbase_unpack(start, 1, d, bits, to)) == 0
+    return library, d
 
 
 def _address(memory: memoryview) -> Any:
