@@ -85,6 +85,15 @@ def packs_effects(hints: HintStore, device: torch.device | None) -> bool:
     return device is None and hints.dropped_bits >= FULL_BITS - PACKED_EFFECT_BITS
 
 
+def _moved_here(taken: torch.Tensor) -> torch.Tensor:
+    """Returns a row of the pool on the CPU."""
+    if taken.is_cpu:
+        return taken
+    here = taken.to(_CPU)
+    taken.zero_()  # What stays on the device would unmask the row.
+    return here
+
+
 _OF_LOCAL_HINTS = " (hints computed here)"
 """What follows the name of a parameter set in the ledger for seeds whose hints the tenant computes: the seeds of one
 name are never those of the other, so that no seed of theirs is sent to a provider."""
@@ -280,12 +289,10 @@ class Lattice:
 
     def _mask_row(self, group: GroupSpec, direction: Direction, row: EncodedRow) -> Masked:
         """Adds a fresh mask row to a row that was encoded directly into the bytes that are sent."""
-        taken = self.pool.take(group, direction, 1)
-        mask, effect = (each.to(_CPU) for each in taken)
+        mask, effect = self.pool.take(group, direction, 1)
+        if not (mask.is_cpu and effect.is_cpu):
+            mask, effect = _moved_here(mask), _moved_here(effect)
         row.codec.add(mask, row.payload.numbers, row.call.bits)
-        for each in taken:
-            if not each.is_cpu:
-                each.zero_()  # What stays on the device would unmask the row.
         return Masked(
             (Message(row.call, row.payload),), lambda replies: row.codec.decode(replies[0], row.scale, effect)
         )

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from wire.frame import Call, FrameType, payload_bytes
+from wire.frame import Call
 from wire.manifest import Manifest
 from wire.payload import Payload
 from wire.usage import UsageCounter, kind_of
@@ -43,10 +43,9 @@ class Traffic:
             self.bytes_down += down
             self.calls += calls
 
-    def answered(self, call: Call, num_rows: int, cols: int, reply_cols: int) -> None:
-        """Counts a request whose reply is complete, of `num_rows` rows of `cols` numbers, in `usage`."""
-        up = payload_bytes(FrameType.REQUEST, call, num_rows, cols)
-        down = payload_bytes(FrameType.REPLY, call, num_rows, reply_cols)
+    def answered(self, call: Call, num_rows: int, up: int, down: int) -> None:
+        """Counts a request whose reply is complete, of `num_rows` rows, in `usage`. `up` and `down` are the bytes of
+        its payload and of that of its reply."""
         self.usage.answered(kind_of(call), call, num_rows, up, down)
 
     def snapshot(self) -> Traffic:

@@ -75,7 +75,7 @@ class InprocConnection:
             for kind, cols in ((FrameType.REQUEST, payload.cols), (FrameType.REPLY, reply_cols))
         )
         self.traffic.add(sent, came, 1)
-        self.traffic.answered(call, payload.num_rows, payload.cols, reply_cols)
+        self.traffic.answered(call, payload.num_rows, sent, came)
         # A product of shortened rows is exact, and only a reply that has fewer bits than they have is rounded.
         return _Done(reply if call.reply_bits == call.bits else rounded(reply, call.reply_bits))
 

@@ -62,7 +62,7 @@ class Request:
 
     __slots__ = (
         "_is_final", "_newest", "_owner", "area", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome",
-        "payload", "reply", "request_id", "rows",
+        "payload", "reply", "reply_bytes", "request_id", "rows", "sent_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +80,11 @@ class Request:
         """
         self.request_id, self.call, self.payload = request_id, call, payload
         self.rows, self.cols, self.held_bytes = 0 if payload is None else payload.num_rows, cols, held
+        # the payload's bytes and the reply's, as their headers announce them
+        self.sent_bytes = (
+            0 if payload is None else frame.payload_bytes(FrameType.REQUEST, call, self.rows, payload.cols)
+        )
+        self.reply_bytes = frame.payload_bytes(FrameType.REPLY, call, self.rows, cols)
         self.expires_at = time.monotonic() + deadline_s(held)
         self.reply: Assembler | None = None
         self.outcome: torch.Tensor | VeilbaseError | None = None
@@ -303,8 +308,8 @@ class Multiplexer:
             DeadlineExceeded: earlier requests were not answered in time, so that there is no room.
             VeilbaseError: the error that ended the stream.
         """
-        size = frame.payload_bytes(FrameType.REQUEST, call, payload.num_rows, payload.cols)
         request = self._admit(call, payload, reply_cols)
+        size = request.sent_bytes
         deadline_ms = min(MAX_DEADLINE_MS, int(1000 * deadline_s(request.held_bytes)))
         header = Header(FrameType.REQUEST, request.request_id, call, request.rows, payload.cols, 0, size, deadline_ms)
         sent = 0
@@ -412,8 +417,7 @@ class Multiplexer:
         if request is None:
             return  # The request was cancelled meanwhile.
         if request.reply is None:
-            size = frame.payload_bytes(FrameType.REPLY, request.call, request.rows, request.cols)
-            expected = (request.call, request.rows, request.cols, size)
+            expected = (request.call, request.rows, request.cols, request.reply_bytes)
             if (header.call, header.rows, header.cols, header.total_bytes) != expected:
                 raise MalformedFrame("a reply does not have the shape of its request")
             if (header.code == frame.IN_WINDOW) != (request.area is not None):
@@ -439,7 +443,7 @@ class Multiplexer:
         """Counts a request whose reply is complete. Callers must do so before they settle it, so that who waits for the
         reply finds it counted."""
         if request.payload is not None:
-            self._traffic.answered(request.call, request.rows, request.payload.cols, request.cols)
+            self._traffic.answered(request.call, request.rows, request.sent_bytes, request.reply_bytes)
 
     def _take_from_window(self, request: Request, area: Area) -> None:
         window = self._window
