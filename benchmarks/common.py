@@ -294,10 +294,26 @@ def ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
 def pss_mb(pid: int) -> float:
     """Returns the proportional set size (PSS) of a process, in units of 1000 KiB; NaN if Linux does not report it. A
     page that n processes map counts as 1/n of a page."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+    return pss_mb_of(Path(f"/proc/{pid}/smaps_rollup").read_text())
+
+
+def pss_mb_of(rollup: str) -> float:
+    """Returns what `pss_mb` does, from the text of a process's smaps_rollup."""
+    for line in rollup.splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1000
     return float("nan")
+
+
+OWN_MEMORY = ("Pss_Anon", "Pss_Shmem", "SwapPss")
+"""The lines of Linux's smaps_rollup that are a process's own memory: its share of anonymous pages, of shared memory
+(memfd and tmpfs count) and of what is in swap. Mapped files are not its own: the kernel may drop them at any time."""
+
+
+def own_mb(rollup: str) -> float:
+    """Returns the own memory (`OWN_MEMORY`) of a process, in units of 1000 KiB, from the text of its smaps_rollup."""
+    sizes = {line.split(":")[0]: int(line.split()[1]) for line in rollup.splitlines() if line.endswith(" kB")}
+    return sum(sizes.get(name, 0) for name in OWN_MEMORY) / 1000
 
 
 def pyplot() -> Any:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import local_model, local_tokenizer, provider
+from benchmarks.common import local_model, local_tokenizer, own_mb, provider, pss_mb_of
 
 PHASES = ("import", "connect", "hints", "first", "steady")
 TASKS = ("finetune", "generate", "engine-1", "engine-16")
@@ -35,7 +35,6 @@ BATCH_SIZE = 8
 STEPS = 6
 NEW_TOKENS = 32
 _EVERY_S = 0.05
-_OWN = ("Pss_Anon", "Pss_Shmem", "SwapPss")
 
 
 def texts(count: int) -> list[str]:
@@ -170,11 +169,8 @@ class Peaks:
 
     def note(self, phase: str, rollup: str) -> None:
         """Notes one reading of smaps_rollup, whose sizes are in KiB."""
-        sizes = {
-            line.split(":")[0]: int(line.split()[1]) / 1000 for line in rollup.splitlines() if line.endswith(" kB")
-        }
-        self.own[phase] = max(self.own.get(phase, 0.0), sum(sizes.get(name, 0.0) for name in _OWN))
-        self.whole[phase] = max(self.whole.get(phase, 0.0), sizes.get("Pss", 0.0))
+        self.own[phase] = max(self.own.get(phase, 0.0), own_mb(rollup))
+        self.whole[phase] = max(self.whole.get(phase, 0.0), pss_mb_of(rollup))
 
 
 class Watch:

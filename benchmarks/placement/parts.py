@@ -58,11 +58,14 @@ def few_clients(site: Site) -> Rows:
 
 
 def masked_clients(site: Site) -> Rows:
-    """Measures 1 and 2 clients with `lattice`, whose masks are made in the step. There are no local processes, since
-    `few_clients` measures them."""
+    """Measures 1 and 2 clients with `lattice`, whose masks are made in the step, and after them as many local
+    processes."""
     with ExitStack() as stack:
         add, pids = _tenants(stack, site, max(MASKED), "lattice")
-        return _grown(site, {"side": "provider", "mask": "lattice"}, MASKED, add, pids)
+        rows = _grown(site, {"side": "provider", "mask": "lattice"}, MASKED, add, pids)
+    with ExitStack() as stack:
+        rows += _grown(site, {"side": "local"}, MASKED, lambda _: start(stack, Job(str(site.model))))
+    return rows
 
 
 def many_clients(site: Site) -> Rows:

@@ -20,11 +20,15 @@ def read(folder: Path) -> Found:
 
 def pairs(found: Found, mask: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Returns, for each number of clients that was measured for Figures 10 to 12 with `mask` and locally, the row of
-    the provider's side and the row of as many local processes."""
-    rows = [row for name in FIGURES_10_TO_12 if name in found for row in found[name]["rows"]]
-    local = {row["clients"]: row for row in rows if row["side"] == "local"}
-    ours = [row for row in rows if row["side"] == "provider" and row["mask"] == mask]
-    return [(row, local[row["clients"]]) for row in ours if row["clients"] in local]
+    the provider's side and the row of as many local processes, of the same part if they were measured in it."""
+    parts = [found[name]["rows"] for name in FIGURES_10_TO_12 if name in found]
+    anywhere = {row["clients"]: row for rows in parts for row in rows if row["side"] == "local"}
+    paired = []
+    for rows in parts:
+        local = anywhere | {row["clients"]: row for row in rows if row["side"] == "local"}
+        ours = [row for row in rows if row["side"] == "provider" and row["mask"] == mask]
+        paired += [(row, local[row["clients"]]) for row in ours if row["clients"] in local]
+    return paired
 
 
 def show(found: Found) -> None:
@@ -58,6 +62,7 @@ def _scaling(mask: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> No
         ratio = (ours["provider_mb"] + ours["clients_mb"]) / local["clients_mb"]
         print(f"| {ours['clients']} | {ours['provider_mb']:,.0f} | {ours['clients_mb']:,.0f} | "
               f"{local['clients_mb']:,.0f} | {ratio:.2f} |")  # fmt: skip
+    _own(mask, rows)
     _table(f"figures 11 and 12, {mask}", "clients", "step, s", "local", "ratio", "tokens/s", "local", "ratio",
            "processor s a step: client + provider", "local", "tokens per processor s, ratio",
            "others' share of the machine: ours, local")  # fmt: skip
@@ -68,6 +73,18 @@ def _scaling(mask: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> No
               f"{ours['tokens_per_s'] / local['tokens_per_s']:.2f} | {ours['clients_cpu_s']:.2f} + "
               f"{ours['provider_cpu_s']:.2f} | {least:.2f} | {least / used:.2f} | {ours['others_share']:.2f}, "
               f"{local['others_share']:.2f} |")  # fmt: skip
+
+
+def _own(mask: str, rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Prints the clients' own memory, without mapped files, where both sides' was measured."""
+    known = [(ours, local) for ours, local in rows if "clients_own_mb" in ours and "clients_own_mb" in local]
+    if known:
+        _table(
+            f"own memory of the tenant's side, {mask}: MB", "clients", "clients together", "local processes", "ratio"
+        )
+    for ours, local in known:
+        mine, theirs = ours["clients_own_mb"], local["clients_own_mb"]
+        print(f"| {ours['clients']} | {mine:,.0f} | {theirs:,.0f} | {mine / theirs:.2f} |")
 
 
 def _fits(rows: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

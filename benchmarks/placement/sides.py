@@ -11,14 +11,14 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Worker, child_pids, processor_s, provider, pss_mb
+from benchmarks.common import Worker, child_pids, own_mb, processor_s, provider, pss_mb_of
 from benchmarks.placement.worker import NUM_TOKENS, Job
 
 TRANSPORTS = ("tcp", "ipc", "inproc")
@@ -110,8 +110,9 @@ def measure(workers: Sequence[Worker], num_steps: int, provider_pids: Sequence[i
 
     Returns:
         The number of clients, the median seconds of a step, the tokens per second of all clients together, the memory
-        in MB of the clients together and of the provider, the processor seconds that a step takes its client and the
-        provider, and the share of the machine's processor time that other processes had meanwhile.
+        in MB of the clients together, what of it is their own (without mapped files, such as hints) and of the
+        provider, the processor seconds that a step takes its client and the provider, and the share of the machine's
+        processor time that other processes had meanwhile.
     """
     pids = [one.pid for one in workers]
     with ThreadPoolExecutor(len(workers)) as threads:
@@ -128,8 +129,9 @@ def measure(workers: Sequence[Worker], num_steps: int, provider_pids: Sequence[i
         "clients": len(workers),
         "step_s": statistics.median(latencies),
         "tokens_per_s": len(workers) * num_steps * NUM_TOKENS / seconds,
-        "clients_mb": sum(_peak_mb(pid) for pid in pids),
-        "provider_mb": sum(_peak_mb(pid) for pid in provider_pids),
+        "clients_mb": sum(_peak_mb(pid, pss_mb_of) for pid in pids),
+        "clients_own_mb": sum(_peak_mb(pid, own_mb) for pid in pids),
+        "provider_mb": sum(_peak_mb(pid, pss_mb_of) for pid in provider_pids),
         "clients_cpu_s": clients_s / len(latencies),
         "provider_cpu_s": provider_s / len(latencies),
         "others_share": max(0.0, others / seconds / (os.cpu_count() or 1)),
@@ -166,10 +168,11 @@ def _forget_peak(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-def _peak_mb(pid: int) -> float:
+def _peak_mb(pid: int, memory_mb: Callable[[str], float]) -> float:
+    """Returns the present memory of a process, by its smaps_rollup, and how much more was resident at the peak."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     highest, present = (int(status[name].split()[0]) / 1000 for name in ("VmHWM", "VmRSS"))
-    return pss_mb(pid) + max(0.0, highest - present)
+    return memory_mb(Path(f"/proc/{pid}/smaps_rollup").read_text()) + max(0.0, highest - present)
 
 
 def available_mb() -> float:

@@ -46,6 +46,17 @@ def test_a_table_pairs_clients_with_as_many_local_processes(folder: Path, capsys
     assert "holds 4.5 clients and the provider: 2.2 times as many" in out
 
 
+def test_own_memory_is_compared_within_its_part(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    masked = row("provider", 1, 5.0, 4000, 1500) | {"mask": "lattice", "clients_own_mb": 1200}
+    rows = [masked, row("local", 1, 2.5, 3100) | {"clients_own_mb": 3000}]
+    (folder / "figure10-lattice.json").write_text(json.dumps(HEAD | {"rows": rows}))
+    report.show(report.read(folder))
+    out = capsys.readouterr().out
+    assert "| 1 | 1,200 | 3,000 | 0.40 |" in out
+    assert "| 1 | 1,500 | 4,000 | 3,100 | 1.77 |" in out
+    assert "| 1 | 1,500 | 1,000 | 3,000 | 0.83 |" in out
+
+
 def test_plots_are_the_same_for_the_same_results(folder: Path) -> None:
     pytest.importorskip("matplotlib")
     found = report.read(folder)
