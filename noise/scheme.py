@@ -177,6 +177,12 @@ class EncodedRow(NamedTuple):
     codec: coding.RowCodec
     scale: Any
 
+    def add(self, mask: torch.Tensor) -> None:
+        """Adds a row of a mask, int32, shape (1, columns), CPU, and writes what is sent."""
+        payload = self.payload
+        self.codec.add(mask, payload.numbers, self.call.bits, payload.packed)
+        payload.is_packed = True
+
     def __repr__(self) -> str:
         """Returns a text that does not show the row's numbers."""
         return "EncodedRow()"

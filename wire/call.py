@@ -3,6 +3,7 @@ does not load torch."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -52,7 +53,7 @@ class Call:
     bits: int = 32
     reply_bits: int = 32
 
-    @property
+    @functools.cached_property
     def product(self) -> Call:
         """Returns this call with numbers of 32 bits. Rows are multiplied alike whatever their widths, so requests of
         several widths can share a product."""

@@ -147,7 +147,7 @@ class MessagePayload:
     """Holds one row that a mask writes directly into the memory that is sent. A decode step sends about a hundred such
     rows, one in each request, so that copying them would take a noticeable part of its time."""
 
-    __slots__ = ("_bits", "_message", "cols", "numbers")
+    __slots__ = ("_bits", "_message", "cols", "is_packed", "numbers", "packed")
 
     num_rows = 1
     masked_rows = None  # One row goes by the socket sooner.
@@ -161,12 +161,16 @@ class MessagePayload:
 
         Attributes:
             numbers: a view of the row's bytes, four for each number, which the mask writes to.
+            packed: a view of the bytes that are sent, where numbers have fewer bits than 32; else None.
+            is_packed: whether `packed` was written, by the mask or by `frames`.
         """
         self.cols, self._bits = cols, bits
         self._message = bytearray(HEADER_BYTES + row_bytes(cols, bits))
         # Numbers of 32 bits lie where they are sent; others are packed when that is done.
         whole = self._message if bits == FULL_BITS else bytearray(HEADER_BYTES + cols * ITEM_BYTES)
         self.numbers = memoryview(whole)[HEADER_BYTES:]
+        self.packed = None if bits == FULL_BITS else memoryview(self._message)[HEADER_BYTES:]
+        self.is_packed = False
 
     @staticmethod
     def fits(cols: int) -> bool:
@@ -190,6 +194,7 @@ class MessagePayload:
         the one frame; see `Payload.frames`."""
         message = memoryview(self._message)
         message[:HEADER_BYTES] = header.pack()
-        if self._bits != FULL_BITS:
-            widths.pack_row(self.numbers, self.cols, self._bits, message[HEADER_BYTES:])
+        if self.packed is not None and not self.is_packed:
+            widths.pack_row(self.numbers, self.cols, self._bits, self.packed)
+            self.is_packed = True
         return (message,)

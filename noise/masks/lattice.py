@@ -292,7 +292,7 @@ class Lattice:
         mask, effect = self.pool.take(group, direction, 1)
         if not (mask.is_cpu and effect.is_cpu):
             mask, effect = _moved_here(mask), _moved_here(effect)
-        row.codec.add(mask, row.payload.numbers, row.call.bits)
+        row.add(mask)
         return Masked(
             (Message(row.call, row.payload),), lambda replies: row.codec.decode(replies[0], row.scale, effect)
         )

@@ -269,7 +269,8 @@ class Executor:
         return outcome
 
     def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        """Computes a request of one row in the calling thread, from bytes to bytes. `check_call` must have passed.
+        """Computes a request of one row in the calling thread, from the request's bytes to the reply's, with numbers of
+        the call's widths. `check_call` must have passed.
 
         Returns:
             The error if the request failed; True if `reply` is written; False if the request should be queued.
@@ -284,7 +285,7 @@ class Executor:
             multiply(row, reply)
             return True
 
-        return self._make_here(tenant, call, make) or False
+        return self._make_here(tenant, call.product, make) or False
 
     def _make_here(self, tenant: str, call: Call, make: Callable[[Replica], _Made]) -> _Made | VeilbaseError | None:
         """Calls `make` with a free replica in this thread, and returns the result of `make` or the error. Returns None

@@ -22,8 +22,8 @@ Product = Callable[[Call, Rows], torch.Tensor]
 Products = Callable[[Call, Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function that computes the product of each of several matrices."""
 RowProduct = Callable[[memoryview, memoryview], None]
-"""A function that computes the product of one row: it reads the request's bytes and writes the reply's bytes;
-see `wire.ring.kernels.OneRow`."""
+"""A function that computes the product of one row: it reads the request's bytes and writes the reply's bytes, both with
+numbers of the call's widths; see `wire.ring.kernels.OneRow`."""
 
 RETRY_S = 1.0
 """The seconds after which tenants may retry while a lost replica is being restored, or while a device has no memory

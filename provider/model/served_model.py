@@ -17,6 +17,7 @@ from wire.errors import RemoteFault, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.manifest import Manifest
 from wire.ring.seeded_rows import Rows
+from wire.ring.widths import FULL_BITS
 
 if TYPE_CHECKING:
     from provider.engine.replica import RowProduct
@@ -77,7 +78,9 @@ class ServedModel:
         if call.purpose is Purpose.HINT or call.group >= len(self.served.groups):
             return None
         weight = self.served.groups[call.group].for_one_row
-        return None if weight is None else weight.multiply
+        if weight is None or call.bits == call.reply_bits == FULL_BITS:
+            return None if weight is None else weight.multiply
+        return lambda row, reply: weight.multiply_packed(row, call.bits, reply, call.reply_bits)
 
     @property
     def is_recording(self) -> bool:

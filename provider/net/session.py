@@ -370,11 +370,7 @@ class Session:
         try:
             message = memoryview(bytearray(frame.HEADER_BYTES + size))
             written = message[frame.HEADER_BYTES :]
-            outcome: VeilbaseError | bool
-            if call.bits == call.reply_bits == widths.FULL_BITS:
-                outcome = self._executor.compute_row(self.tenant, call, row, written)
-            else:
-                outcome = self._compute_packed_row(header, row, reply_cols, written)
+            outcome = self._executor.compute_row(self.tenant, call, row, written)
             if outcome is True:
                 reply = Header(FrameType.REPLY, header.request_id, call, 1, reply_cols, 0, size)
                 message[: frame.HEADER_BYTES] = reply.pack()
@@ -389,22 +385,6 @@ class Session:
         finally:
             self._table.row_ended(RequestClass.DECODE, held, is_kept)
         return None
-
-    def _compute_packed_row(
-        self, header: Header, packed: memoryview, reply_cols: int, written: memoryview
-    ) -> VeilbaseError | bool:
-        """Computes one row of packed numbers, and packs the reply into `written`; see `Executor.compute_row`."""
-        call = header.call
-        try:
-            row = packed if call.bits == widths.FULL_BITS else widths.unpack_row(packed, header.cols, call.bits)
-        except InvalidTensor as exc:
-            return exc
-        is_whole = call.reply_bits == widths.FULL_BITS
-        reply = written if is_whole else memoryview(bytearray(reply_cols * frame.ITEM_BYTES))
-        outcome = self._executor.compute_row(self.tenant, call.product, row, reply)
-        if outcome is True and not is_whole:
-            widths.pack_row(reply, reply_cols, call.reply_bits, written)
-        return outcome
 
     def _compute(self, request: Request, rows: Rows) -> None:
         header, call = request.header, request.header.call

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ from tests.support.compiled_kernels import needs_products
 from tests.support.ring_products import CALL, COLS, REPLY_COLS, ring_rows
 from tests.support.waiting import comes
 from wire import frame
-from wire.errors import WireCode
+from wire.errors import InvalidTensor, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import Limits
+from wire.ring import kernels
+from wire.ring.widths import rounded
 
 pytestmark = needs_products
 
@@ -70,8 +73,9 @@ class Way:
 
     def send(self, rows: torch.Tensor, call: Call = CALL) -> int:
         number = next(self._numbers)
-        header = Header(FrameType.REQUEST, number, call, *rows.shape, 0, 4 * rows.numel(), 30_000)
-        (message,) = frame.frames(header, frame.tensor_bytes(rows))
+        data = frame.rows_bytes(rows, call.bits)
+        header = Header(FrameType.REQUEST, number, call, *rows.shape, 0, len(data), 30_000)
+        (message,) = frame.frames(header, data)
         self.session.receive(memoryview(bytearray(message)))  # the form in which the tensor port hands it in
         return number
 
@@ -112,6 +116,34 @@ def test_the_reply_and_what_is_counted(way: Way) -> None:
     assert (total.requests["decode"], total.rows["decode"]) == (5, 5)
     assert (total.bytes_up, total.bytes_down) == (5 * 4 * COLS, 5 * 4 * REPLY_COLS)
     assert way.meter.snapshot()[0] == 5
+
+
+@pytest.mark.parametrize(("bits", "reply_bits"), [(24, 24), (26, 26), (28, 28), (26, 16), (32, 16)])
+def test_a_packed_row_and_its_packed_reply(way: Way, bits: int, reply_bits: int) -> None:
+    call = replace(CALL, bits=bits, reply_bits=reply_bits)
+    rows = rounded(ring_rows(1), bits)
+    number = way.send(rows, call)
+    header, payload = way.answer()
+    assert (header.kind, header.request_id, header.call) == (FrameType.REPLY, number, call)
+    assert torch.equal(frame.tensor(header, payload), rounded(way.served_model.compute(CALL, rows), reply_bits))
+    assert (way.num_short, way.num_long) == (1, 0)
+    assert way.holds_nothing
+
+
+def test_a_packed_row_that_is_refused_fails_alone(way: Way) -> None:
+    """Rows of this model end at a whole byte, so what `OneRow` refuses is imitated."""
+
+    def refuse() -> None:
+        raise InvalidTensor(kernels.NOT_CLEAN)
+
+    call, way.before = replace(CALL, bits=26, reply_bits=26), refuse
+    number = way.send(rounded(ring_rows(1), 26), call)
+    header, _ = way.answer()
+    assert (header.kind, header.request_id, header.code) == (FrameType.ERROR, number, WireCode.INVALID_TENSOR)
+    assert way.holds_nothing
+    way.before = lambda: None
+    way.send(rounded(ring_rows(1), 26), call)
+    assert way.answer()[0].kind is FrameType.REPLY
 
 
 @pytest.mark.parametrize(

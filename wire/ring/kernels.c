@@ -270,7 +270,7 @@ int veilbase_has_vnni(void) {
 
 /* Returns the version of these functions' signatures. It grows by one with every change of them, here and in kernels.py. */
 int veilbase_kernels_version(void) {
-    return 8;
+    return 9;
 }
 
 /* Returns the bytes of scratch memory that `veilbase_product` needs for rows of d numbers. */
@@ -324,6 +324,25 @@ void veilbase_few_product(const int32_t *rows, int64_t step, int32_t *replies, i
     int32_t *ends[MOST_FEW_ROWS];
     for (int64_t i = 0; i < MIN(num_rows, MOST_FEW_ROWS); i++) starts[i] = rows + i * step, ends[i] = replies + i * m;
     veilbase_product(starts, ends, 0, MIN(num_rows, MOST_FEW_ROWS), weight, row_stride, column_stride, d, 0, m, scratch, with_vnni);
+}
+
+/*
+ * Computes the whole product of one row that is packed, and packs it; see kernels_rows.c. At 32 bits numbers are as they are.
+ *
+ * row, reply: of d numbers of `bits` bits and of m of `reply_bits` bits, at any addresses. numbers: memory for d + m numbers.
+ * Returns what `veilbase_unpack` returns: zero if the row ends with zero bits. Otherwise nothing is computed.
+ */
+int64_t veilbase_packed_row_product(const uint8_t *row, int64_t bits, uint8_t *reply, int64_t reply_bits, int32_t *numbers,
+                                    const int8_t *weight, int64_t row_stride, int64_t column_stride, int64_t d, int64_t m,
+                                    void *scratch, int with_vnni) {
+    int32_t *product = numbers + d;
+    const int32_t *start = numbers;
+    if (bits == 32) memcpy(numbers, row, (size_t)d * 4);
+    else if (veilbase_unpack(row, 1, d, bits, numbers)) return 1;
+    veilbase_product(&start, &product, 0, 1, weight, row_stride, column_stride, d, 0, m, scratch, with_vnni);
+    if (reply_bits == 32) memcpy(reply, product, (size_t)m * 4);
+    else veilbase_pack(product, m, 1, m, reply_bits, reply);
+    return 0;
 }
 
 /* Returns the most rows that `veilbase_few_product` takes. */

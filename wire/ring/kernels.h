@@ -94,6 +94,11 @@ int64_t few_scratch_bytes(int64_t d);
 void pack_rows_of_weight(int16_t *out, const int8_t *w, int64_t stride, int64_t inner, int64_t columns);
 void pack_columns_of_weight(int16_t *out, const int8_t *w, int64_t stride, int64_t inner, int64_t columns);
 
+/* ---- kernels_rows.c ---------------------------------------------------------------------------------------------- */
+
+void veilbase_pack(const int32_t *rows, int64_t stride, int64_t num_rows, int64_t d, int64_t bits, uint8_t *out);
+int64_t veilbase_unpack(const uint8_t *packed, int64_t num_rows, int64_t d, int64_t bits, int32_t *out);
+
 /* ---- kernels_vnni.c --------------------------------------------------------------------------------------------- */
 
 int vnni_usable(void);

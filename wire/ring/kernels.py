@@ -26,11 +26,12 @@ import torch
 from runtime.compiled import COUNT, INT, POINTER, Signature, load
 from runtime.threads import share
 from wire.errors import InvalidTensor
+from wire.ring.buffers import unwritten_tensor
 from wire.ring.tiles import Tile, product_tiles, row_tiles
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 
-_VERSION = 8
+_VERSION = 9
 """The version of the functions' signatures, as in kernels.c. A library with another version is not used."""
 _SKIPPING = 2
 """As in kernels.h."""
@@ -38,6 +39,7 @@ NUMBER_BYTES = 4
 """The bytes of a number in memory."""
 EFFECT_BYTES = 3
 """The bytes of a number of an effect that is packed: the high three of four, little-endian. The low byte is zero."""
+NOT_CLEAN = "expected zero bits at the end of each packed row"
 _BYTE: Any = ctypes.c_char
 _FLOAT: Any = ctypes.c_float
 
@@ -53,10 +55,17 @@ _FUNCTIONS: dict[str, Signature] = {
     "veilbase_product": ([*[POINTER] * 2, *[COUNT] * 2, POINTER, *[COUNT] * 5, POINTER, INT], None),
     # rows, their stride, replies, how many, weight, its strides, d, m, scratch, whether by VNNI
     "veilbase_few_product": ([POINTER, COUNT, POINTER, COUNT, POINTER, *[COUNT] * 4, POINTER, INT], None),
+    # row, its bits, reply, its bits, numbers, weight, its strides, d, m, scratch, whether by VNNI
+    "veilbase_packed_row_product": (
+        [*[POINTER, COUNT] * 2, *[POINTER] * 2, *[COUNT] * 4, POINTER, INT],
+        COUNT,
+    ),
     # rows, stride, alpha, how many, d, budget, smallest, out, betas
     "veilbase_encode": ([POINTER, COUNT, POINTER, *[COUNT] * 2, *[ctypes.c_double] * 2, *[POINTER] * 2], COUNT),
     # to, from, how many, bits
     "veilbase_add": ([POINTER, POINTER, *[COUNT] * 2], None),
+    # to, from, how many, bits, packed
+    "veilbase_add_and_pack": ([POINTER, POINTER, *[COUNT] * 2, POINTER], None),
     # rows, stride, how many, d, bits, packed
     "veilbase_pack": ([POINTER, *[COUNT] * 4, POINTER], None),
     # packed, how many, d, bits, rows
@@ -173,6 +182,9 @@ class OneRow:
         self._row_bytes, self._reply_bytes, self._scratch_bytes = 4 * d, 4 * m, _scratch_bytes(d)
         self._described = tuple(map(COUNT, (row_stride, column_stride, d, 0, m)))
         self._address, self._has_vnni = POINTER(weight.data_ptr()), has_vnni()
+        self._packed_product = library.veilbase_packed_row_product
+        self._shape = tuple(map(COUNT, (row_stride, column_stride, d, m)))
+        self._d, self._m = d, m
 
     def multiply(self, row: memoryview, reply: memoryview) -> None:
         """Computes the product of one row and the weight, mod 2^32, and writes it to `reply`.
@@ -196,6 +208,29 @@ class OneRow:
             ctypes.byref(POINTER(numbers)), ctypes.byref(POINTER(written)), 0, 1, self._address, *self._described,
             _scratch(self._scratch_bytes), self._has_vnni,
         )  # fmt: skip
+
+    def multiply_packed(self, row: memoryview, bits: int, reply: memoryview, reply_bits: int) -> None:
+        """Does what `multiply` does, for a row and a reply whose numbers are packed; see `wire.ring.widths.pack`.
+
+        Args:
+            row: ⌈d · bits / 8⌉ bytes at any address. The memory must be writable, since ctypes demands it, but nothing
+                is written to it.
+            reply: writable memory of ⌈m · reply_bits / 8⌉ bytes.
+            bits, reply_bits: even numbers, 16 to 28, or 32.
+
+        Raises:
+            InvalidTensor: an argument is not as described, or the row does not end with zero bits.
+        """
+        sizes = _packed_row_bytes(self._d, bits), _packed_row_bytes(self._m, reply_bits)
+        if (row.nbytes, reply.nbytes) != sizes or 30 in (bits, reply_bits):
+            raise InvalidTensor("bytes that are no row of this weight")
+        start, end = _address(row), _address(reply)
+        scratch = _scratch(self._scratch_bytes + 4 * (self._d + self._m))
+        if self._packed_product(
+            start, bits, end, reply_bits, scratch + self._scratch_bytes, self._address, *self._shape, scratch,
+            self._has_vnni,
+        ):  # fmt: skip
+            raise InvalidTensor(NOT_CLEAN)
 
 
 def codes(matrix: torch.Tensor) -> bool:
@@ -353,43 +388,40 @@ def pack(rows: torch.Tensor, bits: int, packed: memoryview) -> None:
     share(work, row_tiles(num_rows, d))
 
 
-def unpack(packed: memoryview, bits: int, rows: torch.Tensor) -> bool:
+def unpack(packed: memoryview, bits: int, num_rows: int, d: int) -> torch.Tensor | None:
     """Undoes `pack`; see `wire.ring.widths.unpack`.
 
     Args:
         packed: num_rows rows of ⌈d · bits / 8⌉ bytes.
         bits: an even number, 16 to 28.
-        rows: memory for the numbers, int32, shape (num_rows, d), contiguous, CPU.
+        num_rows, d: the shape of the rows.
 
     Returns:
-        Whether all bits that end a row are zero.
+        The numbers, int32, shape (num_rows, d); None if a row does not end with zero bits.
 
     Raises:
         InvalidTensor: an argument is not as described.
     """
-    library = _library()
-    if library is None or rows.dim() != 2:
-        raise InvalidTensor("no compiled kernel for these rows")
-    num_rows, d = rows.shape
-    row_bytes = _packed_row_bytes(d, bits)
-    _check_written(rows, num_rows, d, torch.int32)
-    if packed.nbytes != num_rows * row_bytes or not packed.c_contiguous:
+    library, row_bytes = _library(), _packed_row_bytes(d, bits)
+    if library is None or packed.nbytes != num_rows * row_bytes or not packed.c_contiguous:
         raise InvalidTensor("packed rows have another size than their shape asks for")
+    rows = unwritten_tensor(num_rows, d, torch.int32)
     if not packed.nbytes:
-        return True
+        return rows
     to = rows.data_ptr()
     if num_rows == 1 and not packed.readonly:
-        return int(library.veilbase_unpack(ctypes.byref(_BYTE.from_buffer(packed)), 1, d, bits, to)) == 0
+        ends = library.veilbase_unpack(ctypes.byref(_BYTE.from_buffer(packed)), 1, d, bits, to)
+        return None if ends else rows
     held = np.frombuffer(packed, dtype=np.uint8)  # This takes memory that cannot be written to as well.
     start = held.ctypes.data
-    ends: list[int] = []
+    found: list[int] = []
 
     def work(tiles: Iterator[tuple[int, int]], _held: object = (rows, held)) -> None:
         for first, count in tiles:
-            ends.append(library.veilbase_unpack(start + row_bytes * first, count, d, bits, to + 4 * d * first))
+            found.append(library.veilbase_unpack(start + row_bytes * first, count, d, bits, to + 4 * d * first))
 
     share(work, row_tiles(num_rows, d))
-    return not any(ends)
+    return None if any(found) else rows
 
 
 def pack_row(numbers: memoryview, bits: int, packed: memoryview) -> None:
@@ -505,6 +537,7 @@ class RowCodec:
         self._alphas = request_alpha, reply_alpha  # These tensors are kept, since their memory is read later.
         self._factors, self._reply_factors = (None if a is None else POINTER(a.data_ptr()) for a in self._alphas)
         self._encode, self._add, self._decode = library.veilbase_encode, library.veilbase_add, library.veilbase_decode
+        self._add_and_pack = library.veilbase_add_and_pack
         self._d, self._m, self._one = COUNT(d), COUNT(m), COUNT(1)
         self._budget, self._smallest = ctypes.c_double(budget), ctypes.c_double(smallest)
         self._shape, self._reply_shape = (1, d), (1, m)
@@ -531,20 +564,28 @@ class RowCodec:
         )  # fmt: skip
         return beta if done == 1 else None
 
-    def add(self, mask: torch.Tensor, out: memoryview, bits: int = 32) -> None:
+    def add(self, mask: torch.Tensor, out: memoryview, bits: int = 32, packed: memoryview | None = None) -> None:
         """Adds a row of a mask to an encoded row, mod 2^32, and rounds the sum to its upper bits.
 
         Args:
             mask: int32, shape (1, d), contiguous, CPU.
             out: the memory that `encode` wrote to; it receives the sum.
             bits: how many bits of each number are kept; the others become zero.
+            packed: writable memory of ⌈d · bits / 8⌉ bytes, which receives the packed sum, for fewer bits than 32;
+                None to pack nothing.
 
         Raises:
             InvalidTensor: an argument is not as described.
         """
         if mask.dtype != torch.int32 or mask.shape != self._shape or not mask.is_contiguous() or not mask.is_cpu:
             raise InvalidTensor("no compiled kernel for this mask")
-        self._add(ctypes.byref(self._numbers(out)), mask.data_ptr(), self._d, bits)
+        numbers = ctypes.byref(self._numbers(out))
+        if packed is None:
+            self._add(numbers, mask.data_ptr(), self._d, bits)
+            return
+        if packed.nbytes != _packed_row_bytes(self._shape[1], bits) or not bits <= 28:
+            raise InvalidTensor("memory for a packed row has another size than the row asks for")
+        self._add_and_pack(numbers, mask.data_ptr(), self._d, bits, _address(packed))
 
     def decode(self, reply: torch.Tensor, beta: Any, effect: torch.Tensor | None = None) -> torch.Tensor:
         """Subtracts the mask's effect from a reply row and returns the real product.

@@ -119,6 +119,12 @@ AVX2 void veilbase_pack(const int32_t *rows, int64_t stride, int64_t num_rows, i
     }
 }
 
+/* Does what `veilbase_add` does, and packs the sums, which are one row, as `veilbase_pack` does. */
+void veilbase_add_and_pack(int32_t *to, const int32_t *from, int64_t count, int64_t bits, uint8_t *out) {
+    veilbase_add(to, from, count, bits);
+    veilbase_pack(to, count, 1, count, bits, out);
+}
+
 /*
  * Undoes `veilbase_pack`: each number gets its upper bits, and zeros below them.
  *

@@ -31,7 +31,6 @@ SHORT_REPLY_BITS = 16
 """The width of a reply that is not exact."""
 PACKED_EFFECT_BITS = 8 * kernels.EFFECT_BYTES
 """The bits of an effect's number that is packed. What `pack` makes of them is the high three bytes of each number."""
-_NOT_CLEAN = "expected zero bits at the end of each packed row"
 _SLICE_NUMBERS = 1 << 20
 """How many numbers are packed at a time without compiled kernels, at the cost of 64 bytes each."""
 
@@ -130,17 +129,17 @@ def unpack(data: memoryview, num_rows: int, cols: int, bits: int) -> torch.Tenso
     Raises:
         InvalidTensor: a row does not end with zero bits.
     """
-    rows = unwritten_tensor(num_rows, cols, torch.int32)
-    is_clean = kernels.unpack(data, bits, rows) if kernels.available() else _unpack_slowly(data, rows, bits)
-    if not is_clean:
-        raise InvalidTensor(_NOT_CLEAN)
+    is_fast = kernels.available()
+    rows = kernels.unpack(data, bits, num_rows, cols) if is_fast else _unpack_slowly(data, num_rows, cols, bits)
+    if rows is None:
+        raise InvalidTensor(kernels.NOT_CLEAN)
     return rows
 
 
-def _unpack_slowly(data: memoryview, rows: torch.Tensor, bits: int) -> bool:
-    num_rows, cols = rows.shape
+def _unpack_slowly(data: memoryview, num_rows: int, cols: int, bits: int) -> torch.Tensor | None:
+    rows = unwritten_tensor(num_rows, cols, torch.int32)
     if not data.nbytes:
-        return True
+        return rows
     packed = np.frombuffer(data, dtype=np.uint8).reshape(num_rows, -1)
     step, is_clean = max(1, _SLICE_NUMBERS // cols), True
     for start in range(0, num_rows, step):
@@ -150,7 +149,7 @@ def _unpack_slowly(data: memoryview, rows: torch.Tensor, bits: int) -> bool:
         whole[:, :, FULL_BITS - bits :] = each_bit[:, : cols * bits].reshape(-1, cols, bits)
         numbers = np.packbits(whole, axis=2, bitorder="little").view("<u4")[:, :, 0]
         rows[start : start + step] = torch.from_numpy(numbers.astype(np.uint32).view(np.int32))
-    return is_clean
+    return rows if is_clean else None
 
 
 def pack_row(numbers: memoryview, cols: int, bits: int, out: memoryview) -> None:
@@ -180,7 +179,7 @@ def unpack_row(data: memoryview, cols: int, bits: int) -> memoryview:
     if kernels.available() and cols and not data.readonly:
         numbers = memoryview(bytearray(cols * kernels.NUMBER_BYTES))
         if not kernels.unpack_row(data, bits, numbers):
-            raise InvalidTensor(_NOT_CLEAN)
+            raise InvalidTensor(kernels.NOT_CLEAN)
         return numbers
     return unpack(data, 1, cols, bits).numpy().data.cast("B") if cols else memoryview(b"")
 

@@ -296,6 +296,47 @@ def test_one_row_in_bytes(d: int, m: int, is_transposed: bool) -> None:
 
 
 @needs_products
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(("bits", "reply_bits"), [(24, 24), (26, 26), (28, 16), (32, 16), (24, 32)])
+@pytest.mark.parametrize(("d", "m"), [(1, 1), (70, 65), (1031, 9)])
+def test_one_packed_row(d: int, m: int, bits: int, reply_bits: int, is_transposed: bool) -> None:
+    rows, weight = draw(1, d, m, is_transposed)
+    rows = widths.rounded(rows, bits)
+    row = bytearray(rows.numpy().tobytes() if bits == 32 else widths.pack(rows, bits))
+    reply = bytearray(b"\xff" * (3 + widths.row_bytes(m, reply_bits) + 3))  # at an odd address
+    kernels.OneRow(weight).multiply_packed(memoryview(row), bits, memoryview(reply)[3:-3], reply_bits)
+    product = plain.plain_product(rows, weight)
+    assert reply[3:-3] == (product.numpy().tobytes() if reply_bits == 32 else bytes(widths.pack(product, reply_bits)))
+    assert reply[:3] + reply[-3:] == b"\xff" * 6
+
+
+@needs_products
+def test_one_packed_row_refuses_what_the_compiled_code_would_not_notice() -> None:
+    one = kernels.OneRow(zeros(3, 5, dtype=torch.int8))
+    row, reply = memoryview(bytearray(10)), memoryview(bytearray(17))
+    one.multiply_packed(row, 26, reply, 26)
+    row[-1] = 0x80  # three numbers of 26 bits end with two bits that must be zero
+    with pytest.raises(InvalidTensor, match="zero bits"):
+        one.multiply_packed(row, 26, reply, 26)
+    row[-1] = 0
+    for bad, bits, written, reply_bits in [
+        (row[:9], 26, reply, 26),
+        (row, 24, reply, 26),
+        (row, 26, reply[:16], 26),
+        (row, 26, reply, 24),
+        (row.toreadonly(), 26, reply, 26),
+        (row, 26, reply.toreadonly(), 26),
+        (memoryview(bytearray(20))[::2], 26, reply, 26),
+        (memoryview(bytearray(12)), 30, reply, 26),
+        (row, 26, memoryview(bytearray(19)), 30),
+        (memoryview(bytearray(5)), 14, reply, 26),
+    ]:
+        with pytest.raises(InvalidTensor):
+            one.multiply_packed(bad, bits, written, reply_bits)
+
+
+@needs_products
 @pytest.mark.parametrize("width", [1, 7, 8, 33, 40])
 def test_one_row_is_coded_as_many_are(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
@@ -310,6 +351,12 @@ def test_one_row_is_coded_as_many_are(width: int) -> None:
         assert (beta.value, out[4:-4]) == (float(betas), encoded.numpy().tobytes())
         codec.add(mask, memoryview(out)[4:-4])
         assert out[4:-4] == (encoded + mask).numpy().tobytes()
+        codec.encode(rows, memoryview(out)[4:-4])
+        sent = bytearray(b"\xff" * (widths.row_bytes(width, 26) + 8))
+        codec.add(mask, memoryview(out)[4:-4], 26, memoryview(sent)[4:-4])
+        assert out[4:-4] == widths.rounded(encoded + mask, 26).numpy().tobytes()
+        assert sent[4:-4] == bytes(widths.pack(encoded + mask, 26))
+        assert sent[:4] + sent[-4:] == b"\xff" * 8
         assert out[:4] + out[-4:] == b"\xff" * 8
         packed = widths.pack_effect(effect, torch.empty(1, 3 * width, dtype=torch.uint8))
         rounded = widths.rounded(effect.clone(), 24)
@@ -335,6 +382,11 @@ def test_one_row_is_coded_within_its_memory_only() -> None:
     for mask in (zeros(1, 3), zeros(1, 4, dtype=torch.float32), zeros(1, 8)[:, ::2]):
         with pytest.raises(InvalidTensor):
             codec.add(mask, out)
+    for bits, sent in [(24, 11), (24, 13), (32, 16), (30, 15), (14, 7)]:
+        with pytest.raises(InvalidTensor):
+            codec.add(zeros(1, 4), out, bits, memoryview(bytearray(sent)))
+    with pytest.raises(InvalidTensor):
+        codec.add(zeros(1, 4), out, 24, memoryview(bytes(12)))
     for reply, effect in [
         (zeros(1, 4), None),
         (zeros(1, 6), zeros(1, 4)),

@@ -136,7 +136,7 @@ def test_the_kernels_refuse_what_does_not_fit() -> None:
         with pytest.raises(InvalidTensor):
             kernels.pack(rows, 24, packed)
     with pytest.raises(InvalidTensor):
-        kernels.unpack(memoryview(bytearray(47)), 24, torch.empty(2, 8, dtype=torch.int32))
+        kernels.unpack(memoryview(bytearray(47)), 24, 2, 8)
     with pytest.raises(InvalidTensor):
         kernels.add(rows, ring_rows(2, 7), 24)
     numbers, packed = memoryview(bytearray(32)), memoryview(bytearray(24))
