@@ -17,7 +17,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import hashlib
 import hmac
@@ -28,7 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import parse_qsl
 
 from starlette.types import Receive, Scope, Send
@@ -40,7 +39,7 @@ from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.http import Ending, HeldBodies, JsonRoute, Reply, Response, log_request
 from tenant_sdk.endpoint.jobs import JobRoutes
 from tenant_sdk.endpoint.schema import LoadAdapter, UnloadAdapter, parsed
-from tenant_sdk.endpoint.service import CONTENT_TYPE, Service
+from tenant_sdk.endpoint.service import CONTENT_TYPE, Service, in_thread
 from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
 
 _FILES = {
@@ -195,7 +194,6 @@ _OF_MODELS = "/v1/models/"
 _JOB_PATHS = ("/v1/files", "/v1/fine_tuning/jobs")
 _MOST_OF_A_PATH, _NEARLY = 64, 0.8
 """How much of an unknown path is compared with the known ones, and how similar (difflib's ratio) one must be."""
-T = TypeVar("T")
 Plain = Callable[[Response], Awaitable[None]]
 """A function that sends the response to a request without a body."""
 
@@ -232,7 +230,7 @@ class App:
 
     def _getting(self, name: str, read: Callable[[], dict[str, Any]]) -> JsonRoute:
         async def work(_: bytes) -> Reply:
-            return await asyncio.get_running_loop().run_in_executor(None, read)
+            return await in_thread(read)
 
         return self._json_route(name, work, self._service.settings.limits)
 
@@ -303,9 +301,8 @@ class App:
             service = self._service
             threads = service.upload_threads if is_upload and method == "POST" else service.slow_threads
             try:
-                found = await asyncio.get_running_loop().run_in_executor(
-                    threads, jobs.answer, method, path, _query(scope), kind, body, is_over.is_set
-                )
+                asked = method, path, _query(scope), kind, body, is_over.is_set
+                found = await in_thread(jobs.answer, *asked, threads=threads)
             finally:  # also when the client has gone, of which the thread would not know otherwise
                 is_over.set()
             if found is None:
@@ -314,11 +311,6 @@ class App:
 
         limits = replace(limits, body_bytes=limits.file_bytes if is_upload else limits.body_bytes)
         return self._json_route(self._name_of(path), work, limits)
-
-    async def _slowly(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs work that may take seconds, such as reading a file or waiting for an adapter, in threads of its own, so
-        that other requests do not wait for it."""
-        return await asyncio.get_running_loop().run_in_executor(self._service.slow_threads, work, *arguments)
 
     async def _health(self, response: Response) -> None:
         state = self._service.health()
@@ -329,12 +321,13 @@ class App:
 
     async def _load(self, body: bytes) -> Reply:
         request = parsed(LoadAdapter, body)
-        await self._slowly(self._service.names.load, request.lora_name, request.lora_path)
+        named = request.lora_name, request.lora_path
+        await in_thread(self._service.names.load, *named, threads=self._service.slow_threads)
         return {"status": "loaded", "id": request.lora_name}
 
     async def _unload(self, body: bytes) -> Reply:
         request = parsed(UnloadAdapter, body)
-        await asyncio.get_running_loop().run_in_executor(None, self._service.names.unload, request.lora_name)
+        await in_thread(self._service.names.unload, request.lora_name)
         return {"status": "unloaded", "id": request.lora_name}
 
 

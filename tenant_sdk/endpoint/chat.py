@@ -30,7 +30,7 @@ class Chat(TextRoute[ChatRequest]):
         self._check(request, tools)
         prompt = self.service.prompts.of(request.messages, tools)
         names = frozenset(tool.function.name for tool in tools)
-        make_choice = partial(ChatChoice, self.service, names, request.most_calls)
+        make_choice = partial(ChatChoice, names, request.most_calls, self.service)
         return Asked(
             request.without_contents(), adapter, [prompt], make_choice, make_grammar=self._grammar(request, tools)
         )
@@ -58,24 +58,18 @@ class ChatChoice(Choice):
     """Writes one answer as a message, or as deltas of a message, in which tool calls are no text."""
 
     def __init__(
-        self, service: Service, tool_names: Collection[str], most_calls: int | None, index: int,
+        self, tool_names: Collection[str], most_calls: int | None, service: Service, index: int,
         record: LogprobRecord | None,
     ) -> None:  # fmt: skip
-        """Begins a choice.
-
-        Args:
-            service: the parts of the endpoint.
-            tool_names, most_calls: as for `read_calls`.
-            index, record: as for `Choice`.
-        """
-        super().__init__(index, record)
-        self._service, self._tool_names, self._most_calls = service, tool_names, most_calls
+        """Begins a choice. Args: tool_names, most_calls: as for `read_calls`; the others: as for `Choice`."""
+        super().__init__(service, index, record)
+        self._tool_names, self._most_calls = tool_names, most_calls
         self._held = HeldText(tool_names, most_calls)
         self._has_begun = False
 
     def write_logprobs(self, record: LogprobRecord, token_ids: Sequence[int], start: int) -> dict[str, Any]:
         """Returns the field `logprobs`; see `Choice.write_logprobs`."""
-        return chat_logprobs(record, token_ids, self._service.token_texts, self._service.released, start)
+        return chat_logprobs(record, token_ids, self.service.token_texts, self.service.released, start)
 
     def whole(self, text: str, answer: Answer) -> dict[str, Any]:
         """Returns the choice of a response that is not streamed."""
@@ -83,41 +77,29 @@ class ChatChoice(Choice):
         message: dict[str, Any] = {"role": "assistant", "content": rest or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [call.as_json() for call in calls]
-        return {
-            "index": self.index, "message": message, "logprobs": self.all_logprobs(answer),
-            "finish_reason": _reason(answer, calls),
-        }  # fmt: skip
+        return self.made({"message": message}, self.all_logprobs(answer), _reason(answer, calls))
 
     def delta(self, piece: str, answer: Answer) -> list[dict[str, Any]]:
         """Returns the chunks for a piece of text: none while the text may be a tool call."""
         begin, text = self._begin(), self._held.put(piece)
-        if not text:
-            return begin
-        logprobs = None if self.logprobs is None else self.logprobs.of(text, answer)
-        return [*begin, self._delta({"content": text}, logprobs)]
+        return [*begin, self.made({"delta": {"content": text}}, self.logprobs_of(text, answer))] if text else begin
 
     def last(self, answer: Answer) -> list[dict[str, Any]]:
         """Returns the last chunks: text that was held back, tool calls, logprobs, and why the answer ended."""
         begin, (text, calls) = self._begin(), self._held.end()
-        deltas = [self._delta({"content": text})] if text else []
+        deltas = [self.made({"delta": {"content": text}})] if text else []
         if calls:
-            deltas.append(self._delta({"tool_calls": [call.as_json(place) for place, call in enumerate(calls)]}))
-        last = self._delta({}, reason=_reason(answer, calls))
-        if self.logprobs is not None:
-            if deltas:  # All text that is left, since the text of calls is in no chunk as it was written.
-                deltas[0]["logprobs"] = self.logprobs.of(answer.result(), answer)
-            last["logprobs"] = self.logprobs.of_the_rest(answer)
-        return [*begin, *deltas, last]
+            written = [call.as_json(place) for place, call in enumerate(calls)]
+            deltas.append(self.made({"delta": {"tool_calls": written}}))
+        if deltas:  # All text that is left, since the text of calls is in no chunk as it was written.
+            deltas[0]["logprobs"] = self.logprobs_of(answer.result(), answer)
+        rest = self.logprobs_of_the_rest(answer)
+        return [*begin, *deltas, self.made({"delta": {}}, rest, _reason(answer, calls))]
 
     def _begin(self) -> list[dict[str, Any]]:
         """Returns, the first time, the chunk with which a message begins."""
         has_begun, self._has_begun = self._has_begun, True
-        return [] if has_begun else [self._delta({"role": "assistant", "content": ""})]
-
-    def _delta(
-        self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
-    ) -> dict[str, Any]:  # fmt: skip
-        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return [] if has_begun else [self.made({"delta": {"role": "assistant", "content": ""}})]
 
 
 def _reason(answer: Answer, calls: Sequence[Call]) -> str:

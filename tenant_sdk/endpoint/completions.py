@@ -34,30 +34,26 @@ class CompletionChoice(Choice):
     """Writes one answer as a text, or as pieces of it."""
 
     def __init__(self, service: Service, index: int, record: LogprobRecord | None) -> None:
-        """Begins a choice. Args: service: the parts of the endpoint; index, record: as for `Choice`."""
-        super().__init__(index, record)
-        self._service, self._offsets = service, TextOffsets(service.token_texts)
+        """Begins a choice. Args: as for `Choice`."""
+        super().__init__(service, index, record)
+        self._offsets = TextOffsets(service.token_texts)
 
     def write_logprobs(self, record: LogprobRecord, token_ids: Sequence[int], start: int) -> dict[str, Any]:
         """Returns the field `logprobs`; see `Choice.write_logprobs`."""
-        service = self._service
-        return completion_logprobs(record, token_ids, service.token_texts, service.released, start, self._offsets)
+        texts, released = self.service.token_texts, self.service.released
+        return completion_logprobs(record, token_ids, texts, released, start, self._offsets)
 
     def whole(self, text: str, answer: Answer) -> dict[str, Any]:
         """Returns the choice of a response that is not streamed."""
-        return self._made(text, self.all_logprobs(answer), finish_reason(answer))
+        return self.made({"text": text}, self.all_logprobs(answer), finish_reason(answer))
 
     def delta(self, piece: str, answer: Answer) -> list[dict[str, Any]]:
         """Returns the chunk for a piece of text."""
-        return [self._made(piece, None if self.logprobs is None else self.logprobs.of(piece, answer))]
+        return [self.made({"text": piece}, self.logprobs_of(piece, answer))]
 
     def last(self, answer: Answer) -> list[dict[str, Any]]:
         """Returns the last chunk, which has no text and says why the answer ended."""
-        rest = None if self.logprobs is None else self.logprobs.of_the_rest(answer)
-        return [self._made("", rest, finish_reason(answer))]
-
-    def _made(self, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
-        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return [self.made({"text": ""}, self.logprobs_of_the_rest(answer), finish_reason(answer))]
 
 
 def plain_prompts(given: str | Sequence[str] | Sequence[int] | Sequence[list[int]]) -> list[ReadyText | ReadyTokens]:

@@ -7,7 +7,6 @@ adapter computes it, without a chat template. Under a mask that leaves an error,
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from tenant_sdk.endpoint.completions import plain_prompts
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.http import Reply
 from tenant_sdk.endpoint.schema import EmbeddingRequest, parsed
-from tenant_sdk.endpoint.service import Answering, Service
+from tenant_sdk.endpoint.service import Answering, Service, in_thread
 from tenant_sdk.serving.requests import Answer
 from tenant_sdk.text.ready import ReadyText, ReadyTokens
 
@@ -46,7 +45,7 @@ class Embeddings:
             VeilbaseError: the engine refuses it, or fails.
         """
         began = time.monotonic()
-        request, adapter, prompts = await asyncio.get_running_loop().run_in_executor(None, self._prepare, body)
+        request, adapter, prompts = await in_thread(self._prepare, body)
         answers: list[Answer] = []
         for start in range(0, len(prompts), _AT_A_TIME):
             answers += await self._embed(prompts[start : start + _AT_A_TIME], adapter)

@@ -63,12 +63,14 @@ R = TypeVar("R", bound=ChatRequest | CompletionRequest)
 _log = logging.getLogger("veilbase.endpoint")
 
 
-async def in_thread(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[..., T], *arguments: Any, threads: Threads | None = None) -> T:
     """Runs a function in another thread and returns its result, so that the event loop can serve other requests.
 
-    An example is writing the logprobs of a long answer, which takes seconds.
+    Args:
+        work, arguments: the function, and its arguments.
+        threads: the threads; None means `Service.threads`.
     """
-    return await asyncio.get_running_loop().run_in_executor(None, work)
+    return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Answering:
             HttpError: a prompt is larger than the model's context.
             VeilbaseError: the engine refused one of them.
         """
-        await asyncio.get_running_loop().run_in_executor(None, self._submit_all, submits)
+        await in_thread(self._submit_all, submits)
 
     def _submit_all(self, submits: Sequence[Submit]) -> None:
         for index, submit in enumerate(submits):
@@ -177,20 +179,34 @@ class Choice(ABC):
     """Writes one choice of a response, which is one answer of the engine, in the form of its route: either whole or,
     where the response is streamed, piece by piece."""
 
-    def __init__(self, index: int, record: LogprobRecord | None) -> None:
+    def __init__(self, service: Service, index: int, record: LogprobRecord | None) -> None:
         """Begins a choice.
 
         Args:
+            service: the parts of the endpoint.
             index: the number of the choice in the response.
             record: the logprobs of its tokens; None if the request asks for none.
         """
-        self.index, self._record = index, record
-        self.logprobs = None if record is None else StreamedLogprobs(partial(self.write_logprobs, record))
-        """Gives the logprobs of each chunk; None if the request asks for none."""
+        self.service, self._index, self._record = service, index, record
+        self._logprobs = None if record is None else StreamedLogprobs(partial(self.write_logprobs, record))
 
     def all_logprobs(self, answer: Answer) -> dict[str, Any] | None:
         """Returns the field `logprobs` of a whole choice."""
         return None if self._record is None else self.write_logprobs(self._record, answer.token_ids, 0)
+
+    def logprobs_of(self, text: str, answer: Answer) -> dict[str, Any] | None:
+        """Returns the field `logprobs` of the next chunk, which has the text `text`."""
+        return None if self._logprobs is None else self._logprobs.of(text, answer)
+
+    def logprobs_of_the_rest(self, answer: Answer) -> dict[str, Any] | None:
+        """Returns the field `logprobs` of the last chunk."""
+        return None if self._logprobs is None else self._logprobs.of_the_rest(answer)
+
+    def made(
+        self, content: Mapping[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:  # fmt: skip
+        """Returns a choice with the field of its route, which is all of `content`."""
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     @abstractmethod
     def write_logprobs(self, record: LogprobRecord, token_ids: Sequence[int], start: int) -> dict[str, Any]:
@@ -294,10 +310,9 @@ class TextRoute(ABC, Generic[R]):
             HttpError: the request is refused.
             VeilbaseError: the engine refuses it, or fails.
         """
-        loop = asyncio.get_running_loop()
-        asked = await loop.run_in_executor(None, self.prepare, body)
+        asked = await in_thread(self.prepare, body)
         if asked.make_grammar is not None:  # If the client goes away meanwhile, nobody holds the grammar: it ends.
-            asked.grammar = await loop.run_in_executor(self.service.grammar_threads, asked.make_grammar)
+            asked.grammar = await in_thread(asked.make_grammar, threads=self.service.grammar_threads)
         return self._chunks(asked) if asked.request.stream else await self._whole(asked)
 
     def prepare(self, body: bytes) -> Asked[R]:
@@ -345,9 +360,9 @@ class TextRoute(ABC, Generic[R]):
         """Returns the choices of the chunks for one event. What may take long is written in a thread: logprobs, and
         the end of an answer, which may be a long tool call."""
         if isinstance(event, End):
-            return await in_thread(partial(choice.last, event.answer))
-        write = partial(choice.delta, event.text, answering.answers[event.index])
-        return await in_thread(write) if asked.records else write()
+            return await in_thread(choice.last, event.answer)
+        piece = event.text, answering.answers[event.index]
+        return await in_thread(choice.delta, *piece) if asked.records else choice.delta(*piece)
 
     def _submits(self, asked: Asked[R]) -> list[Submit]:
         submits: list[Submit] = []
