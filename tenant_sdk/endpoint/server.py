@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import json
 import logging
 import socket
 import threading
@@ -52,6 +51,7 @@ from tenant_sdk.endpoint.uploads import Uploads
 from tenant_sdk.explain import ONLY_IN_USE, folded, not_in_use
 from tenant_sdk.options import takes_options
 from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters.files import AdapterFolder
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError
@@ -431,9 +431,10 @@ def _not_in_use(root: Path | None) -> set[str]:
     if next((root / _JOBS_FOLDER).glob("ftjob-*"), None) is not None:
         return set()
     try:
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in root.glob("*/adapter_config.json")]
+        folder = AdapterFolder(root)
+        found = [each for name in folder.names() if (each := folder.settings(name)) is not None]
         return not_in_use([SimpleNamespace(**{"peft_type": "", **each}) for each in found])
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (VeilbaseError, RecursionError):
         return set()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,14 @@ def test_a_text_is_folded_as_one_that_was_made_without_the_lines() -> None:
     assert folded(text_of(), set()) == text_of()
 
 
+def endpoint_over(root: Path) -> Endpoint:
+    """Returns an endpoint that can explain itself, over a folder of adapters."""
+    endpoint = Endpoint.__new__(Endpoint)
+    endpoint.root, endpoint.has_catalogue = root, False
+    endpoint.service = SimpleNamespace(privacy=text_of())  # type: ignore[assignment]
+    return endpoint
+
+
 @pytest.mark.parametrize(
     ("files", "shown"),
     [
@@ -80,11 +89,19 @@ def test_an_endpoint_tells_what_its_folder_uses(files: dict[str, str], shown: se
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
-    endpoint = Endpoint.__new__(Endpoint)
-    endpoint.root, endpoint.has_catalogue = tmp_path, False
-    endpoint.service = SimpleNamespace(privacy=text_of())  # type: ignore[assignment]
+    endpoint = endpoint_over(tmp_path)
     assert names_of(endpoint.explain()) & set(ONLY_IN_USE) == shown
     assert endpoint.explain(everything=True) == text_of()
+
+
+def test_an_endpoint_waits_for_no_pipe_and_follows_no_link_of_its_folder(tmp_path: Path) -> None:
+    outside = tmp_path / "outside.json"
+    outside.write_text('{"peft_type": "IA3"}')
+    for name in ("pipe", "link"):
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+    os.mkfifo(tmp_path / "adapters/pipe/adapter_config.json")
+    (tmp_path / "adapters/link/adapter_config.json").symlink_to(outside)
+    assert names_of(endpoint_over(tmp_path / "adapters").explain()) & set(ONLY_IN_USE) == set()
 
 
 def left_out(client: TenantClient, **options: Any) -> set[str]:

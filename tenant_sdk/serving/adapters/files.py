@@ -57,6 +57,7 @@ from tenant_sdk.adapter_files import (
     WEIGHTS,
     check_config_bytes,
     header_bytes,
+    json_object,
     what_is_missing,
 )
 from tenant_sdk.serving.adapters.peft_settings import (
@@ -592,9 +593,7 @@ class OpenAdapter:
             raise ConfigurationError(
                 f"the adapter {self.name} has {num_bytes} bytes of weights: at most {max_file_bytes} fit"
             )
-        with _disk_errors(self.name):
-            content = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
-        check_config_bytes(self.name, content)
+        content = _config_bytes(self.name, config)
         with _disk_errors(self.name):
             start = os.pread(weights, 8, 0)
             self._header = os.pread(weights, header_bytes(self.name, start, num_bytes), 8)
@@ -668,11 +667,26 @@ class AdapterFolder:
                 f"{ascii(name)[:200]} cannot be an adapter's name: at most 128 letters, digits, '.', '_' and '-'"
             )
         with _disk_errors(name), contextlib.ExitStack() as stack:
-            root = _opened(stack, self._root, os.O_DIRECTORY, None)
-            folder = None if root is None else _opened(stack, subfolder, os.O_DIRECTORY | os.O_NOFOLLOW, root)
+            folder = self._subfolder(stack, subfolder)
             if folder is None:
                 raise ConfigurationError(f"there is no adapter {name!a} in the folder of adapters")
             return _open_files(name, folder, os.O_NOFOLLOW)
+
+    def settings(self, name: str) -> dict[str, Any] | None:
+        """Returns the settings of one of `names`, unchecked; None if it has no file for them that `open` would open.
+
+        Raises:
+            ConfigurationError: the file is too large, or is no JSON object.
+            StorageError: the file cannot be read.
+        """
+        with _disk_errors(name), contextlib.ExitStack() as stack:
+            folder = self._subfolder(stack, name)
+            config = None if folder is None else _opened(stack, CONFIG, os.O_NOFOLLOW | os.O_NONBLOCK, folder)
+            return None if config is None else json_object(name, _config_bytes(name, config))
+
+    def _subfolder(self, stack: contextlib.ExitStack, name: str) -> int | None:
+        root = _opened(stack, self._root, os.O_DIRECTORY, None)
+        return None if root is None else _opened(stack, name, os.O_DIRECTORY | os.O_NOFOLLOW, root)
 
     def has(self, name: str) -> bool:
         """Returns whether the folder has an adapter of this name now, usable or not; only this adapter is looked for,
@@ -711,6 +725,13 @@ def _opened(stack: contextlib.ExitStack, path: str | Path, flags: int, folder: i
     stack.callback(os.close, fd)
     wanted = stat.S_ISDIR if flags & os.O_DIRECTORY else stat.S_ISREG
     return fd if wanted(os.fstat(fd).st_mode) else None
+
+
+def _config_bytes(name: str, config: int) -> bytes:
+    with _disk_errors(name):
+        content = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
+    check_config_bytes(name, content)
+    return content
 
 
 def _open_files(name: str, folder: int, flags: int) -> OpenAdapter:
