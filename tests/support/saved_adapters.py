@@ -1,18 +1,25 @@
-"""Saves random PEFT adapters of a tiny model, LoRA and every kind that the adapter store keeps as PEFT's modules, and
-computes the logits of stock PEFT with them."""
+"""Saves random PEFT adapters of a tiny model, LoRA and every kind that the adapter store keeps as PEFT's modules,
+computes the logits of stock PEFT with them, and notes how often their files are opened."""
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import copy
+import io
+import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from runtime.loading import loading
+from tenant_sdk.adapter_files import CONFIG, WEIGHTS
 from tenant_sdk.serving.adapters import AdapterLoan, AdapterStore
 from tests.support.tiny_models import tiny_config
 
@@ -85,6 +92,45 @@ def stepped(store: AdapterStore, model: Any, sequences: list[tuple[int, torch.Te
     with torch.no_grad(), store.in_step(rows):
         logits = model(ids).logits
     return [logits[order.index(at)] for at in range(len(sequences))]
+
+
+class Openings:
+    """Notes the name of each adapter's file that is opened from now on, and each text of such a file that is parsed as
+    JSON."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files: list[str] = []
+        self.parsed: list[str] = []
+        for owner in (os, io, builtins):
+            monkeypatch.setattr(owner, "open", self._noting(owner.open))
+        loads = json.loads
+
+        def parsing(text: Any, **options: Any) -> Any:
+            self.parsed.extend([text] if "peft_type" in str(text) or "lora_A" in str(text) else [])
+            return loads(text, **options)
+
+        monkeypatch.setattr(json, "loads", parsing)
+
+    def _noting(self, function: Any) -> Any:
+        def opening(path: Any, *arguments: Any, **options: Any) -> Any:
+            self.files.extend(name for name in (CONFIG, WEIGHTS) if str(path).endswith(name))
+            return function(path, *arguments, **options)
+
+        return opening
+
+    def assert_once(self) -> None:
+        """Checks that one adapter was opened and parsed once: its settings, and the header of its weights."""
+        assert self.files == [CONFIG, WEIGHTS]
+        assert len(self.parsed) == 2
+
+
+def open_files() -> list[str]:
+    """Returns the paths of the adapters' files, and of all folders, that are open in this process."""
+    paths: list[str] = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            paths.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(path for path in paths if path.endswith((CONFIG, WEIGHTS)) or os.path.isdir(path))
 
 
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -25,7 +25,7 @@ from tenant_sdk import TenantClient
 from tenant_sdk.peft_model import adapted_model, say_how_little
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters import targets as patterns
-from tests.support.saved_adapters import Bell, save_adapter, stepped
+from tests.support.saved_adapters import Bell, Openings, save_adapter, stepped
 from wire.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -408,25 +408,19 @@ def test_another_adapter_with_the_same_times_counts_at_once(
 def test_the_files_are_opened_and_parsed_once(
     folder: Path, chat_client: TenantClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    parsed: list[str] = []
-    open_file, loads = os.open, json.loads
+    openings = Openings(monkeypatch)
+    chat_client.generate("who?", folder, max_new_tokens=1)
+    openings.assert_once()
+    chat_client.generate("who?", folder, max_new_tokens=1)  # looks at the files' stamp, or at their bytes
+    assert len(openings.parsed) == 2
 
-    def opening(path: Any, *args: Any, **options: Any) -> int:
-        opened.extend([path] if path in (CONFIG, WEIGHTS) else [])
-        return open_file(path, *args, **options)
 
-    def parsing(text: Any, **options: Any) -> Any:
-        parsed.extend([text] if "peft_type" in str(text) or "lora_A" in str(text) else [])
-        return loads(text, **options)
-
-    monkeypatch.setattr(os, "open", opening)
-    monkeypatch.setattr(json, "loads", parsing)
-    adapted_model(chat_client, folder)
-    assert opened == [CONFIG, WEIGHTS]
-    assert len(parsed) == 2  # the settings, and the header
-    adapted_model(chat_client, folder)
-    assert len(parsed) == 2
+def test_prompts_that_are_answered_together_open_their_adapter_once(
+    folder: Path, chat_client: TenantClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openings = Openings(monkeypatch)
+    chat_client.generate_many(["who?"], folder, max_new_tokens=1)
+    openings.assert_once()
 
 
 def test_an_adapter_that_stays_is_loaded_once(folder: Path, chat_client: TenantClient) -> None:

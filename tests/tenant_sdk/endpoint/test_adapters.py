@@ -18,7 +18,7 @@ from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.models import ModelNames
 from tenant_sdk.serving.adapters import files
 from tests.support.endpoints import chat, endpoint_of, raw
-from tests.support.saved_adapters import save_adapter, save_kind
+from tests.support.saved_adapters import Openings, save_adapter, save_kind
 from wire.errors import ConfigurationError
 
 ESCAPES = [
@@ -62,6 +62,20 @@ def test_each_adapter_is_shown_with_its_tier(
     assert tiers == {"used": "device", "other": "device", "unused": "disk"}
     assert "veilbase_endpoint_adapter_device_loads 1.0" in metrics
     assert "veilbase_endpoint_adapter_disk_reads 1.0" in metrics
+
+
+def test_an_endpoint_opens_and_parses_an_adapter_once(
+    client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "RACY_NS", -1)  # the files are new, and stay as they are
+    save_adapter(client.load_model(), tmp_path / "adapters" / "support", 1)
+    with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
+        openings = Openings(monkeypatch)
+        assert http.post("/v1/load_lora_adapter", json={"lora_name": "support"}).status_code == 200
+        openings.assert_once()
+        body = {"model": "support", "prompt": "who?", "max_tokens": 1}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert len(openings.parsed) == 2  # the request looks at the files' stamp only
 
 
 @pytest.mark.parametrize("separate_calls", [True, False])

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS, AdapterFolder, LoraFile
 from tenant_sdk.serving.adapters.host import PackedAdapter, pack
 from tenant_sdk.serving.adapters.targets import Base, base_of
-from tests.support.saved_adapters import base_model, save_adapter
+from tests.support.saved_adapters import base_model, open_files, save_adapter
 from wire.errors import ConfigurationError, StorageError
 
 _BASE = base_of(base_model())
@@ -76,10 +76,6 @@ def refuse(folder: AdapterFolder, name: str, match: str) -> None:
         checked(folder, name)
     assert "\n" not in str(caught.value)
     assert open_files() == before
-
-
-def open_files() -> list[str]:
-    return sorted(os.listdir("/proc/self/fd"))
 
 
 def test_a_good_one_is_read_whole(folder: AdapterFolder, root: Path) -> None:

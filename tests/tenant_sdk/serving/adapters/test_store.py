@@ -4,7 +4,6 @@ gets."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -23,7 +22,7 @@ from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS, OpenAdapter
 from tenant_sdk.serving.adapters.store import MOST_OPEN, MOST_PASSED, RANKS, Placement
 from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
-from tests.support.saved_adapters import Bell, base_model, held, save_adapter
+from tests.support.saved_adapters import Bell, Openings, base_model, held, open_files, save_adapter
 from wire.errors import ConfigurationError
 
 NUM_ADAPTERS, RANK = 8, 8
@@ -490,39 +489,15 @@ def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_ra
 # ---- from the files to a loan ----------------------------------------------------------------------------------------
 
 
-class Opened:
-    """Notes each opening of an adapter's file, and the texts that are parsed as JSON."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.files: list[str] = []
-        self.parsed: list[str] = []
-        open_file, loads = os.open, json.loads
-
-        def opened(path: Any, *args: Any, **options: Any) -> int:
-            if path in (CONFIG, WEIGHTS):
-                self.files.append(path)
-            return open_file(path, *args, **options)
-
-        monkeypatch.setattr(os, "open", opened)
-        monkeypatch.setattr(json, "loads", lambda text, **options: self.parsed.append(text) or loads(text, **options))
-
-
-def open_files() -> list[str]:
-    """Returns the paths of the adapters' files that are open in this process."""
-    paths = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return [path for path in paths if path.endswith((CONFIG, WEIGHTS))]
-
-
 def test_an_adapters_files_are_opened_and_parsed_once(
     model: Any, root: Path, no_racy_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bell, opened = Bell(), Opened(monkeypatch)
+    bell, openings = Bell(), Openings(monkeypatch)
     store = AdapterStore(model, root, on_ready=bell)
     held(store, bell, "a1")
-    assert opened.files == [CONFIG, WEIGHTS]
-    assert len(opened.parsed) == 2
+    openings.assert_once()
     assert store.reserve("a1").is_ready()  # looks at the files' stamp only
-    assert len(opened.parsed) == 2
+    assert len(openings.parsed) == 2
     store.close()
     assert open_files() == []
 
@@ -530,9 +505,9 @@ def test_an_adapters_files_are_opened_and_parsed_once(
 def test_an_adapter_that_is_preloaded_is_opened_once(
     model: Any, root: Path, no_racy_files: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = Opened(monkeypatch)
+    openings = Openings(monkeypatch)
     store = AdapterStore(model, root, preload=["a1"])
-    assert (opened.files, len(opened.parsed)) == ([CONFIG, WEIGHTS], 2)
+    openings.assert_once()
     store.close()
     assert open_files() == []
 
