@@ -14,7 +14,6 @@ import torch
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine
 from tests.support.engines import TIMEOUT_S, Gate
-from tests.support.tiny_models import make_model, open_client
 from wire.errors import ConfigurationError, VeilbaseError
 
 
@@ -74,12 +73,6 @@ class Store:
         thread = threading.Thread(target=self.wake)
         thread.start()
         thread.join(TIMEOUT_S)
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantClient]:
-    with open_client(make_model("llama", tmp_path_factory.mktemp("waits") / "llama")) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ from tests.support.engines import TIMEOUT_S, Gate
 from tests.support.lattice import PLAIN, TOY_MASK
 from tests.support.saved_adapters import save_adapter, save_kind
 from tests.support.spies import before_requests
-from tests.support.tiny_models import make_model
 from wire.errors import ConfigurationError, VeilbaseError
 
 pytestmark = [
@@ -45,11 +44,6 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 HOST_BYTES = 40_000
 """A host tier that has room for the good adapter and for none of rank 64."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("bad") / "llama")
 
 
 Opened = tuple[TenantClient, list[torch.Tensor]]

@@ -26,13 +26,6 @@ from tests.support.saved_adapters import save_adapter
 from tests.support.tiny_models import PROMPTS, make_model, open_client
 from wire.errors import ConfigurationError, DeadlineExceeded, QuotaExceeded, VeilbaseError
 
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantClient]:
-    with open_client(make_model("llama", tmp_path_factory.mktemp("engine") / "llama")) as opened:
-        yield opened
-
-
 RANKS = {"small": 4, "large": 24, "wide": 64}
 """The rank of each adapter, by the adapter's name."""
 

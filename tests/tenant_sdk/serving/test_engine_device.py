@@ -20,7 +20,7 @@ from tenant_sdk.serving.kv import DEVICE_ROWS
 from tests.support.cuda import cpu_and
 from tests.support.engines import alone, together
 from tests.support.saved_adapters import save_adapter, save_kind
-from tests.support.tiny_models import PROMPTS, make_model, open_client
+from tests.support.tiny_models import PROMPTS, open_client
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
@@ -28,11 +28,6 @@ DEVICES = cpu_and("cuda")
 NEW_TOKENS = 8
 ERROR = 1e-4
 """The largest difference of a logit between devices; the logits of the tiny model are about one."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("device") / "llama")
 
 
 @pytest.mark.parametrize("kv_device", [None, "cpu"])

@@ -3,7 +3,6 @@ host, and tests the limit of a request's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every request count as long, and makes chunks so short that attention mostly takes several of them."""
     monkeypatch.setattr(long_attention, "LONG_TOKENS", 1)
     monkeypatch.setattr(long_attention, "CHUNK_TOKENS", 5)
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantClient]:
-    with open_client(make_model("llama", tmp_path_factory.mktemp("long") / "llama")) as opened:
-        yield opened
 
 
 def mask_of(num_rows: int, num_tokens: int, window: int | None) -> torch.Tensor:

@@ -20,18 +20,12 @@ from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
 from tenant_sdk.testing import Fail, ScriptedProvider
 from tests.support.lattice import PLAIN
 from tests.support.saved_adapters import save_adapter
-from tests.support.tiny_models import make_model
 from wire.errors import ConfigurationError, Unavailable
 
 PROMPTS = ("who?", "why so?", "where is it?", "b")
 LONG = 43
 """The number of tokens of a prompt of 40 characters, with its role tokens."""
 OPTIONS: dict[str, Any] = {"max_new_tokens": 5, "progress": False, "eos_token_id": []}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("many") / "llama")
 
 
 @pytest.fixture(scope="module")

@@ -19,17 +19,11 @@ from tests.support.engines import TIMEOUT_S, Gate
 from tests.support.lattice import PLAIN, TOY_MASK
 from tests.support.providers import make_served_model, serving
 from tests.support.spies import before_requests
-from tests.support.tiny_models import make_model
 from wire.errors import NotFinite, QuotaExceeded, TransportError, Unavailable, VeilbaseError, VerificationFailed
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 GROUPS = 9
 """The number of calls of a step: four for each of two layers and one for the head."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("seen") / "llama")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from transformers import GenerationConfig, NoBadWordsLogitsProcessor
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.serving.sampling import Sampler, Sampling, check_defaults
-from tests.support.tiny_models import PROMPTS, make_model, open_client
+from tests.support.tiny_models import PROMPTS
 from wire.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -26,12 +25,6 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.8},
 )
 NEW_TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantClient]:
-    with open_client(make_model("llama", tmp_path_factory.mktemp("sampling") / "llama")) as opened:
-        yield opened
 
 
 def alone(client: TenantClient, prompt: str, seed: int, settings: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,6 @@ from tests.support.tiny_models import CONFIGS, PROMPTS, make_model, open_client,
 
 NEW_TOKENS = 13
 NUM_DRAFTED = 3
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("draft") / "llama")
-
-
-@pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[TenantClient]:
-    with open_client(folder) as opened:
-        yield opened
 
 
 @pytest.fixture

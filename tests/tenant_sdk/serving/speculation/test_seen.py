@@ -19,7 +19,6 @@ from tenant_sdk.serving.requests import Request
 from tenant_sdk.testing import Corrupt, ScriptedProvider
 from tests.support.engines import TIMEOUT_S
 from tests.support.lattice import PLAIN, TOY_MASK
-from tests.support.tiny_models import make_model
 from wire.errors import NotFinite
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
@@ -34,11 +33,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "off": PLAIN,
     "lattice": {"mask": "lattice", "mask_options": TOY_MASK, "verify": False},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("seen") / "llama")
 
 
 @pytest.fixture

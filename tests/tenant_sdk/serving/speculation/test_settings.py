@@ -3,7 +3,6 @@ speculation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,8 @@ from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.testing import character_tokenizer
 from tests.support.saved_adapters import save_adapter
-from tests.support.tiny_models import make_model, open_client
+from tests.support.tiny_models import make_model
 from wire.errors import ConfigurationError
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("llama", tmp_path_factory.mktemp("settings") / "llama")
-
-
-@pytest.fixture(scope="module")
-def client(folder: Path) -> Iterator[TenantClient]:
-    with open_client(folder) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
