@@ -351,7 +351,7 @@ MUTANTS = (
         "wire/transport/message_socket.py",
         "            if length > MAX_FRAME_BYTES:",
         "            if length > MAX_FRAME_BYTES << 8:",
-        ("tests/wire/test_tls_socket.py::test_a_length_above_the_limit_takes_no_memory",),
+        ("tests/wire/test_message_socket.py::test_a_length_above_the_limit_takes_no_memory",),
         "a length that no message may have takes no memory",
     ),
     Mutant(

@@ -20,9 +20,11 @@ import pytest
 import torch
 
 from provider.net.ports import IpcPort
+from tests.support.identities import HOST, Authority
 from tests.support.providers import Provider, service_of, tensors_of
 from tests.support.ring_products import CALL
-from tests.support.waiting import WAIT_S, until
+from tests.support.threads import in_thread
+from tests.support.waiting import WAIT_S, end, until
 from wire import frame
 from wire.errors import MalformedFrame, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
@@ -48,6 +50,34 @@ def assert_ends(plain: socket.socket) -> None:
         while plain.recv(1 << 16):
             pass
     plain.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Returns both ends of a TCP connection on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = dial(listener.getsockname()[1])
+        far, _ = listener.accept()
+    return near, far
+
+
+def receive(connection: MessageSocket) -> bytes:
+    """Waits for a message and returns it."""
+    while (message := connection.next_message()) is None:
+        try:
+            connection.wait()
+        except EOFError:  # it may have come with the last message
+            if (message := connection.next_message()) is None:
+                raise
+            break
+    return bytes(message)
+
+
+def send_all(connection: MessageSocket, *messages: bytes) -> None:
+    """Sends messages, and waits until the kernel has all of their bytes."""
+    for message in messages:
+        connection.send(message)
+        while connection.has_unsent:
+            connection.wait_to_send(0.1)
 
 
 class RawPeer:
@@ -100,6 +130,34 @@ class RawPeer:
         if not data:
             raise ConnectionError("the other end closed the connection")
         self.incoming.write(data)
+
+
+def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tuple[RawPeer, TlsSocket]:
+    """Makes a tenant that can send arbitrary bytes, and the provider's end.
+
+    Together with the end of its handshake, the tenant sends `more` and the mark that nothing follows.
+    """
+    near, far = tcp_pair()
+    peer = RawPeer(near, authority.client_context(), HOST)
+    made: list[TlsSocket] = []
+    thread = in_thread(lambda: made.append(handshake(far, authority.server_context())))
+    peer.shake_hands()
+    last = peer.records(*more)
+    if is_end:
+        peer.end()
+    near.sendall(last + peer.records())
+    end(thread)
+    return peer, made[0]
+
+
+def tls_ends(authority: Authority) -> tuple[TlsSocket, TlsSocket]:
+    """Returns a tenant's end of a TLS connection, and the provider's."""
+    near, far = tcp_pair()
+    made: list[TlsSocket] = []
+    thread = in_thread(lambda: made.append(handshake(far, authority.server_context())))
+    mine = handshake(near, authority.client_context(), HOST)
+    end(thread)
+    return mine, made[0]
 
 
 def dial_tensor_port(provider: Provider) -> socket.socket:

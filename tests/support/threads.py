@@ -34,6 +34,13 @@ def together(num_threads: int, work: Callable[[], Any]) -> list[Any]:
     return at_once([work] * num_threads)
 
 
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    """Runs a function in a thread of its own, which has begun when this returns."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
 @contextlib.contextmanager
 def switching_every(seconds: float) -> Iterator[None]:
     """Makes the interpreter switch threads after this many seconds inside the context. Python's default is five

@@ -1,5 +1,5 @@
-"""Tests messages over one TLS connection: they arrive whole and in order, however they are cut. Also tests ends,
-floods, and which peers are admitted."""
+"""Tests what is special about messages over TLS: records, pings, ends, keys, and which peers are admitted.
+tests/wire/test_message_socket.py tests what they have in common with messages that are not encrypted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import ssl
 import struct
 import threading
-import time
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,29 +23,20 @@ from hypothesis import strategies as st
 
 from provider.net.server import server_options
 from tests.support.identities import HOST, Authority, make_authority
-from tests.support.raw_peers import RawPeer
-from tests.support.threads import in_child
+from tests.support.raw_peers import RawPeer, raw_tenant, receive, send_all, tcp_pair, tls_ends
+from tests.support.threads import in_thread
 from tests.support.waiting import WAIT_S
-from wire.errors import ForkedConnection, MalformedFrame
-from wire.limits import MAX_FRAME_BYTES
-from wire.transport import message_socket, tls
+from wire.errors import MalformedFrame
+from wire.transport import tls
 from wire.transport.grpc_channel import channel_options
 from wire.transport.tls import ALPN, TlsSocket, client_context, handshake, server_context
 
-SIZES = [0, 1, (1 << 14) - 4, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 1 << 18, MAX_FRAME_BYTES]
 LENGTH = struct.Struct("<I")
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return make_authority(tmp_path_factory.mktemp("tls"))
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server((HOST, 0)) as listener:
-        near = socket.create_connection(listener.getsockname(), WAIT_S)
-        far, _ = listener.accept()
-    return near, far
 
 
 Outcome = TlsSocket | BaseException
@@ -74,37 +64,12 @@ def meet(client: ssl.SSLContext, server: ssl.SSLContext, name: str = HOST) -> tu
     return mine, outcome[0]
 
 
-def joined(authority: Authority) -> tuple[TlsSocket, TlsSocket]:
-    near, far = meet(authority.client_context(), authority.server_context())
-    assert isinstance(near, TlsSocket)
-    assert isinstance(far, TlsSocket)
-    return near, far
-
-
 @pytest.fixture
 def ends(authority: Authority) -> Iterator[tuple[TlsSocket, TlsSocket]]:
-    near, far = joined(authority)
+    near, far = tls_ends(authority)
     yield near, far
     near.release()
     far.release()
-
-
-def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tuple[RawPeer, TlsSocket]:
-    """Makes a tenant that can send arbitrary bytes, and the provider's end.
-
-    Together with the end of its handshake, the tenant sends `more` and the mark that nothing follows.
-    """
-    near, far = tcp_pair()
-    peer = RawPeer(near, authority.client_context(), HOST)
-    made: list[TlsSocket] = []
-    thread = in_thread(lambda: made.append(handshake(far, authority.server_context())))
-    peer.shake_hands()
-    last = peer.records(*more)
-    if is_end:
-        peer.end()
-    near.sendall(last + peer.records())
-    assert joins(thread)
-    return peer, made[0]
 
 
 @pytest.fixture
@@ -119,30 +84,6 @@ def option(end: TlsSocket, level: int, name: int, *size: int) -> Any:
     """Returns an option of the socket of one end."""
     with socket.socket(fileno=os.dup(end.fileno())) as plain:
         return plain.getsockopt(level, name, *size)
-
-
-def receive(end: TlsSocket) -> bytes:
-    while (message := end.next_message()) is None:
-        try:
-            end.wait()
-        except EOFError:  # it may have come with the last message
-            if (message := end.next_message()) is None:
-                raise
-            break
-    return bytes(message)
-
-
-def send_all(end: TlsSocket, *messages: bytes) -> None:
-    for message in messages:
-        end.send(message)
-        while end.has_unsent:
-            end.wait_to_send(0.1)
-
-
-def in_thread(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
 
 
 def joins(thread: threading.Thread) -> bool:
@@ -174,34 +115,6 @@ def test_grpc_pings_from_both_ends() -> None:
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_message_arrives_as_it_was_both_ways(ends: tuple[TlsSocket, TlsSocket], size: int) -> None:
-    message = os.urandom(size)
-    for source, sink in (ends, ends[::-1]):
-        sender = in_thread(lambda source=source: send_all(source, message, b"after"))
-        assert receive(sink) == message
-        assert receive(sink) == b"after"
-        assert joins(sender)
-
-
-def test_many_small_messages_in_one_record(raw: tuple[RawPeer, TlsSocket]) -> None:
-    near, far = raw
-    messages = [bytes([number % 256]) * (number % 7) for number in range(2000)]
-    near.send(b"".join(LENGTH.pack(len(one)) + one for one in messages))
-    assert [receive(far) for _ in messages] == messages
-
-
-@pytest.mark.parametrize("size", [0, 1, 9])
-def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, TlsSocket], size: int) -> None:
-    """The message is cut into TLS records, so that the length, too, may arrive in parts."""
-    near, far = raw
-    message = os.urandom(size)
-    plain = 2 * (LENGTH.pack(size) + message)
-    for cut in range(len(plain) + 1):
-        near.send(*filter(None, (plain[:cut], plain[cut:])))
-        assert [receive(far), receive(far)] == [message, message]
 
 
 def test_a_record_cut_at_every_byte(raw: tuple[RawPeer, TlsSocket]) -> None:
@@ -246,46 +159,7 @@ def test_any_messages_in_any_pieces(authority: Authority, messages: list[bytes],
     far.release()
 
 
-# ---- lengths --------------------------------------------------------------------------------------------------------
-
-
-def test_a_length_above_the_limit_takes_no_memory(
-    raw: tuple[RawPeer, TlsSocket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    near, far = raw
-    monkeypatch.setattr(message_socket, "unwritten", lambda _size: pytest.fail("memory was taken"))
-    near.send(LENGTH.pack(2) + b"ok" + LENGTH.pack(MAX_FRAME_BYTES + 1) + b"rest")
-    with pytest.raises(MalformedFrame, match=str(MAX_FRAME_BYTES)):
-        far.wait()
-    assert far.next_message() == b"ok"
-    assert far.next_message() is None
-    with pytest.raises(MalformedFrame):  # the connection stays broken: what follows is no message
-        far.wait()
-    assert far.next_message() is None
-
-
 # ---- ends -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_peer_that_ends_in_order(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    near, far = ends
-    send_all(near, b"last")
-    near.end_sending()
-    assert receive(far) == b"last"
-    for _ in range(2):
-        with pytest.raises(EOFError):
-            receive(far)
-    send_all(far, b"the other way is open")
-    assert receive(near) == b"the other way is open"
-
-
-def test_a_peer_that_ends_without_a_word(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    near, far = ends
-    send_all(near, b"last")
-    near.release()
-    assert receive(far) == b"last"
-    with pytest.raises(ConnectionError):
-        receive(far)
 
 
 def test_an_end_in_the_middle_of_a_message_is_no_message(raw: tuple[RawPeer, TlsSocket]) -> None:
@@ -316,29 +190,6 @@ def test_a_wrong_length_beside_the_handshake_comes_after_what_was_right(authorit
     end.release()
 
 
-def test_close_wakes_who_receives(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    near, _ = ends
-    ended: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            receive(near)
-        except OSError as exc:
-            ended.append(exc)
-
-    reader = in_thread(read)
-    near.close()
-    near.close()
-    assert joins(reader)
-    assert isinstance(ended[0], ConnectionError)
-    for use in (lambda: near.send(b"late"), near.wait, near.flush, lambda: near.wait_to_send(0.1)):
-        with pytest.raises(ConnectionError):
-            use()
-    near.release()
-    near.release()
-    near.close()
-
-
 def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, TlsSocket]) -> None:
     """After a socket is closed, nothing is done with its descriptor number, since another connection may have this
     number by then. Any thread may call `close`."""
@@ -354,26 +205,6 @@ def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[TlsSocket, T
     one.close()
     other.close()
     assert taken
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """A forked child gets an error if it uses its parent's connection. Otherwise it would continue the counters of TLS
-    under the same keys as its parent."""
-    near, far = ends
-
-    def child() -> str:
-        for use in (lambda: near.send(b"child's"), near.wait, near.end_sending):
-            with pytest.raises(ForkedConnection):
-                use()
-        near.close()
-        near.release()
-        return "refused, closed"
-
-    assert in_child(child) == "refused, closed"
-    send_all(near, b"parent's")
-    assert receive(far) == b"parent's"
 
 
 # ---- many threads, slow peers ---------------------------------------------------------------------------------------
@@ -405,57 +236,6 @@ def test_messages_of_several_threads_stay_whole(ends: tuple[TlsSocket, TlsSocket
         seen[message[0]].append(len(message))
     assert all(sizes == [1 + 3571 * n for n in range(30)] for sizes in seen.values())
     assert all(joins(thread) for thread in senders)
-
-
-def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    near, far = ends
-    message = os.urandom(1 << 20)
-    began = time.monotonic()
-    count = 0
-    while not near.has_unsent:
-        near.send(message)
-        count += 1
-    near.send(message)
-    near.wait_to_send(0.05)
-    assert time.monotonic() - began < WAIT_S / 2
-    assert near.has_unsent
-    got = [receive(far)]
-
-    def read() -> None:
-        while len(got) < count + 1:
-            got.append(receive(far))
-
-    reader = in_thread(read)
-    while near.has_unsent:
-        near.wait_to_send(WAIT_S)
-    assert joins(reader)
-    assert all(one == message for one in got)
-
-
-def test_two_floods_against_each_other_end(ends: tuple[TlsSocket, TlsSocket]) -> None:
-    """Both ends send much data at the same time, and each has only one thread to send and receive. Neither may wait for
-    the other to read first."""
-    message, count = os.urandom(1 << 20), 24
-
-    def both(end: TlsSocket, got: list[bytes]) -> None:
-        for _ in range(count):
-            end.send(message)
-        while len(got) < count or end.has_unsent:
-            end.wait()
-            while (one := end.next_message()) is not None:
-                got.append(bytes(one))
-
-    received: tuple[list[bytes], list[bytes]] = ([], [])
-    threads = [in_thread(lambda k=k: both(ends[k], received[k])) for k in (0, 1)]
-    # A thread that has everything may wait for a message that never comes. The other thread's end wakes it.
-    give_up_at = time.monotonic() + 2 * WAIT_S
-    while any(len(got) < count for got in received) and time.monotonic() < give_up_at:
-        threading.Event().wait(0.01)
-    assert [len(got) for got in received] == [count, count]
-    assert all(one == message for got in received for one in got)
-    for end in ends:
-        end.close()
-    assert all(joins(thread) for thread in threads)
 
 
 class Message(bytearray):
@@ -643,7 +423,7 @@ def test_without_memory_files_the_key_is_gone_again(
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    near, far = joined(authority)
+    near, far = tls_ends(authority)
     assert not list(tmp_path.iterdir())
     near.release()
     far.release()

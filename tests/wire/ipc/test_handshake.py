@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.identities import HOST, Authority, make_authority
-from tests.support.raw_peers import RawPeer
+from tests.support.raw_peers import RawPeer, receive
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, MalformedFrame, WrongPeer
 from wire.transport.ipc import handshake as module
@@ -54,12 +54,6 @@ def meet(one: Callable[[], ClearSocket], other: Callable[[], ClearSocket]) -> tu
     mine = outcome_of(one)
     thread.join(WAIT_S)
     return mine, found[0]
-
-
-def receive(connection: ClearSocket) -> bytes:
-    while (message := connection.next_message()) is None:
-        connection.wait()
-    return bytes(message)
 
 
 def test_both_ends_go_on_without_encryption(tenant: ssl.SSLContext, provider: ssl.SSLContext) -> None:
