@@ -1,9 +1,11 @@
-"""This module writes files that survive a crash."""
+"""This module writes files that survive a crash, and locks folders."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -30,3 +32,15 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def locked_folder(path: Path) -> Iterator[None]:
+    """Holds a folder's lock while the block runs, which only one process or thread at a time can do. The folder must
+    exist."""
+    held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)  # the lock is released when the descriptor is closed
+        yield
+    finally:
+        os.close(held)

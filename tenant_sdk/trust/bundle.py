@@ -12,7 +12,6 @@ only a comparison with a trusted checkpoint shows.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from noise.disk.private_files import make_private_folder
+from runtime.files import locked_folder
 from wire.errors import ConfigurationError, MalformedFrame
 from wire.manifest import BundleFile, Manifest
 from wire.transport.connection import Connection
@@ -62,21 +62,10 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
     with _disk_errors(parent):
         if not _is_whole(folder, manifest):
             make_private_folder(parent)
-            with _locked(parent):
+            with locked_folder(parent):
                 if not _is_whole(folder, manifest):  # another process may have filled it meanwhile
                     _fill(connection, manifest, folder)
     return folder
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds a lock, so that only one process or thread at a time adds to a folder or repairs its contents."""
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX)  # the lock is released when the descriptor is closed
-        yield
-    finally:
-        os.close(held)
 
 
 @contextlib.contextmanager

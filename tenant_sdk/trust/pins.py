@@ -13,7 +13,6 @@ never counts as an empty set of pins.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from noise.disk.private_files import make_private_folder
+from runtime.files import locked_folder
 from wire.errors import ConfigurationError, ProviderChanged
 
 if TYPE_CHECKING:
@@ -114,16 +114,21 @@ class Pins:
             ProviderChanged: a part differs from its pin, and the tenant does not accept the change.
             ConfigurationError: the pins are damaged or cannot be written.
         """
-        with self._errors(), self._locked():
-            pins = self._read()
-            known = pins.get(provider, {})
-            changed = [part for part in current if part in known and known[part] != current[part]]
-            refused = [part for part in changed if part not in accepted]
-            if refused:
-                raise ProviderChanged(_refusal(refused))
-            if changed or any(part not in known for part in current):
-                self._write({**pins, provider: {**known, **current}})
-            return changed
+        with self._errors():
+            make_private_folder(self._folder)
+            with locked_folder(self._folder):
+                return self._checked(provider, current, accepted)
+
+    def _checked(self, provider: str, current: Mapping[str, str], accepted: Sequence[str]) -> list[str]:
+        pins = self._read()
+        known = pins.get(provider, {})
+        changed = [part for part in current if part in known and known[part] != current[part]]
+        refused = [part for part in changed if part not in accepted]
+        if refused:
+            raise ProviderChanged(_refusal(refused))
+        if changed or any(part not in known for part in current):
+            self._write({**pins, provider: {**known, **current}})
+        return changed
 
     def _read(self) -> dict[str, dict[str, str]]:
         try:
@@ -151,16 +156,6 @@ class Pins:
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        make_private_folder(self._folder)
-        held = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX)  # the lock is released when the descriptor is closed
-            yield
-        finally:
-            os.close(held)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -306,8 +306,8 @@ MUTANTS = (
     ),
     Mutant(
         "tenant_sdk/trust/pins.py",
-        "            refused = [part for part in changed if part not in accepted]",
-        "            refused = [] if accepted else changed",
+        "        refused = [part for part in changed if part not in accepted]",
+        "        refused = [] if accepted else changed",
         ("tests/tenant_sdk/trust/test_pins.py::test_a_change_is_refused_until_it_is_accepted_by_name",),
         "a change is accepted for the part that the tenant named, and for no other",
     ),
