@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from wire.manifest import GroupInfo
@@ -193,6 +193,9 @@ class Worker:
     """Runs one side of a benchmark in a process of its own. Each call of `run` makes that process do one unit of work.
     Methods raise SystemExit if the process ends early."""
 
+    stderr: ClassVar[int | None] = subprocess.DEVNULL
+    """Where the process writes its errors; None for this process's standard error."""
+
     def __init__(self, module: str, *arguments: str) -> None:
         """Starts the process.
 
@@ -204,9 +207,9 @@ class Worker:
         name = f"benchmarks.{Path(sys.argv[0]).stem}" if module == "__main__" else module
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", name, *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, text=True,
         )  # fmt: skip
-        self._expect("ready")
+        self._expect("ready", self._line())
 
     @property
     def pid(self) -> int:
@@ -221,19 +224,28 @@ class Worker:
         """Lets the worker do what must be done before the clock starts, and waits for its end."""
         self._tell("prepare")
 
-    def _tell(self, word: str) -> None:
+    def ask(self, line: str) -> str:
+        """Gives the process a line, and returns the line that it prints."""
         if self._process.stdin is None:
             raise SystemExit("a worker has no input")
-        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        self._expect("done")
+        return self._line()
 
-    def _expect(self, word: str) -> None:
+    def _tell(self, word: str) -> None:
+        self._expect("done", self.ask(word))
+
+    def _line(self) -> str:
         line = self._process.stdout.readline() if self._process.stdout else ""
-        if line.strip() != word:
-            raise SystemExit(f"a worker ended early, at {word!r}")
+        if not line:
+            raise SystemExit("a worker ended early")
+        return line.strip()
 
-    def __enter__(self) -> Worker:
+    def _expect(self, word: str, line: str) -> None:
+        if line != word:
+            raise SystemExit(f"a worker said {line[:100]!r}, and {word!r} was expected")
+
+    def __enter__(self) -> Self:
         """Returns the worker, which is ready for `run`."""
         return self
 

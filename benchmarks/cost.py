@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -466,19 +466,24 @@ def tenant_table(model: Model) -> str:
         "local, bf16",
     )  # fmt: skip
     rows = []
+    for shape, is_training, what, step, times in _of_a_million(model):
+        hints = hint_bytes(shape, FORWARD) + (hint_bytes(shape, BACKWARD) if is_training else 0)
+        rows.append((
+            shape.name, what, f"{number(step.up * times / 1e12)} + {number(step.down * times / 1e12)}",
+            number(model.core_seconds(step) * times), number((hints + shape.base_weights) / 1e9),
+            number(model.memory(shape, is_training) / 1e9),
+            *(number(model.local_memory(shape, size, is_training) / 1e9) for size in (1, 2)),
+        ))  # fmt: skip
+    return table(head, rows)
+
+
+def _of_a_million(model: Model) -> Iterator[tuple[Shape, bool, str, Step, float]]:
+    """Yields, for each shape over 10 Gbit/s, first trained and then decoded: the shape, whether it is trained, the same
+    in words, a step, and how many steps a million tokens take."""
     for is_training in (True, False):
         for shape in SHAPES:
             step, tokens = _step(model, shape, LINKS[2], is_training)
-            times = TOKENS / tokens
-            hints = hint_bytes(shape, FORWARD) + (hint_bytes(shape, BACKWARD) if is_training else 0)
-            rows.append((
-                shape.name, "trained" if is_training else f"decoded, {MANY} at once",
-                f"{number(step.up * times / 1e12)} + {number(step.down * times / 1e12)}",
-                number(model.core_seconds(step) * times), number((hints + shape.base_weights) / 1e9),
-                number(model.memory(shape, is_training) / 1e9),
-                *(number(model.local_memory(shape, size, is_training) / 1e9) for size in (1, 2)),
-            ))  # fmt: skip
-    return table(head, rows)
+            yield shape, is_training, "trained" if is_training else f"decoded, {MANY} at once", step, TOKENS / tokens
 
 
 def _step(model: Model, shape: Shape, link: Link, is_training: bool) -> tuple[Step, int]:
@@ -525,19 +530,16 @@ def price_table(model: Model) -> str:
         "the same if the GPU is held all the time", "rented GPU", "confidential GPU",
     )  # fmt: skip
     rows = []
-    for is_training in (True, False):
-        for shape in SHAPES:
-            step, tokens = _step(model, shape, LINKS[2], is_training)
-            times = TOKENS / tokens
-            a_second = math.ceil(1.1 * shape.base_weights / GPU_BYTES) * assumed.gpu_per_hour / 3600
-            busy, held = (a_second * each * times for each in (step.provider, step.seconds))
-            egress = step.down * times / 1e9 * assumed.egress_per_gb
-            cores = model.core_seconds(step) * times / 3600 * assumed.core_per_hour
-            hours = math.ceil(2.2 * shape.base_weights / GPU_BYTES) * model.rented_s(shape, is_training, MANY) / 3600
-            confidential = hours * assumed.confidential_slowdown * assumed.confidential_gpu_per_hour
-            together = egress + cores
-            prices = (busy, egress, cores, busy + together, held + together, hours * assumed.gpu_per_hour, confidential)
-            rows.append((shape.name, "trained" if is_training else f"decoded, {MANY} at once", *map(number, prices)))
+    for shape, is_training, what, step, times in _of_a_million(model):
+        a_second = math.ceil(1.1 * shape.base_weights / GPU_BYTES) * assumed.gpu_per_hour / 3600
+        busy, held = (a_second * each * times for each in (step.provider, step.seconds))
+        egress = step.down * times / 1e9 * assumed.egress_per_gb
+        cores = model.core_seconds(step) * times / 3600 * assumed.core_per_hour
+        hours = math.ceil(2.2 * shape.base_weights / GPU_BYTES) * model.rented_s(shape, is_training, MANY) / 3600
+        confidential = hours * assumed.confidential_slowdown * assumed.confidential_gpu_per_hour
+        together = egress + cores
+        prices = (busy, egress, cores, busy + together, held + together, hours * assumed.gpu_per_hour, confidential)
+        rows.append((shape.name, what, *map(number, prices)))
     return table(head, rows)
 
 

@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from typing import Any
 
 from benchmarks import adapters
 from benchmarks.adapters import save, smollm2_shapes
-from benchmarks.common import local_model, local_tokenizer, processor_s, provider, rss_mb
+from benchmarks.common import Worker, local_model, local_tokenizer, processor_s, provider, rss_mb
 from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
 
 NEW_TOKENS = 48
@@ -172,8 +171,10 @@ def _names(num_adapters: int) -> list[str]:
 # ---- the runs --------------------------------------------------------------------------------------------------------
 
 
-class Worker:
+class Side(Worker):
     """Runs one side of the benchmark, the tenant's or the peer's, in a process of its own."""
+
+    stderr = None
 
     def __init__(self, *arguments: str, provider_pid: int | None = None) -> None:
         """Starts the process.
@@ -183,19 +184,12 @@ class Worker:
             provider_pid: the process whose CPU seconds are added to those of a run; None without a provider.
         """
         self._provider_pid = provider_pid
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.serving", *arguments],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        self._read()
+        super().__init__("benchmarks.serving", *arguments)
 
-    def run(self, num_requests: int, num_adapters: int, num_new: int) -> Figures:
+    def answer(self, num_requests: int, num_adapters: int, num_new: int) -> Figures:
         """Returns the figures of one run, with `num_new` new tokens for each request."""
         before = self._provider_s()
-        if self._process.stdin is not None:
-            self._process.stdin.write(f"{num_requests} {num_adapters} {num_new}\n")
-            self._process.stdin.flush()
-        figures: Figures = json.loads(self._read())
+        figures: Figures = json.loads(self.ask(f"{num_requests} {num_adapters} {num_new}"))
         if self._provider_pid is not None:
             figures["provider_mb"] = rss_mb(self._provider_pid)
         return {**figures, "cpu_s": figures["cpu_s"] + self._provider_s() - before}
@@ -203,29 +197,13 @@ class Worker:
     def _provider_s(self) -> float:
         return 0.0 if self._provider_pid is None else processor_s(self._provider_pid)
 
-    def _read(self) -> str:
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        if not line:
-            raise SystemExit("a worker ended early")
-        return line
-
-    def __enter__(self) -> Worker:
-        """Returns the worker, which is ready for `run`."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes the worker's input and waits for the end of its process."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait(timeout=60)
-
 
 Kind = tuple[str, int, int]
 """Identifies a kind of run: the worker's name, the number of requests and the number of adapters."""
 
 
 @contextlib.contextmanager
-def workers(names: tuple[str, ...], round_trip_ms: float | None = None) -> Iterator[dict[str, Worker]]:
+def workers(names: tuple[str, ...], round_trip_ms: float | None = None) -> Iterator[dict[str, Side]]:
     """Starts a provider and the workers with these names: "local", or the name of a mask.
 
     Args:
@@ -255,10 +233,10 @@ def _inside(hosts: Hosts | None, number: int) -> contextlib.AbstractContextManag
     return contextlib.nullcontext() if hosts is None else hosts.inside(number)
 
 
-def _worker(name: str, url: str, folder: Path, provider_pid: int) -> Worker:
+def _worker(name: str, url: str, folder: Path, provider_pid: int) -> Side:
     if name == "local":
-        return Worker("local")
-    return Worker("remote", url, str(folder), name, provider_pid=provider_pid)
+        return Side("local")
+    return Side("remote", url, str(folder), name, provider_pid=provider_pid)
 
 
 def measure(
@@ -269,7 +247,7 @@ def measure(
     with workers(tuple(dict.fromkeys(name for name, _, _ in kinds)), round_trip_ms) as running:
         for repeat in range(repeats + 1):
             for name, num_requests, num_adapters in kinds:
-                figures = running[name].run(num_requests, num_adapters, num_new)
+                figures = running[name].answer(num_requests, num_adapters, num_new)
                 if repeat:
                     made[name, num_requests, num_adapters].append(figures)
     return made
