@@ -3,6 +3,7 @@ device of its own: faults of every part, and clusters that are not closed to str
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -88,17 +89,16 @@ def options(cluster_address: str, front: Path, model: Path) -> list[object]:
 
 @pytest.fixture
 def serve(cluster: RayCluster, front: Path, model: Path) -> Iterator[Callable[..., Serving]]:
-    running: list[Serving] = []
+    with contextlib.ExitStack() as running:
+        given = options(cluster.address, front, model)
+        yield lambda *arguments: running.enter_context(Serving(*given, *arguments))
 
-    def start(*arguments: object) -> Serving:
-        running.append(Serving(*options(cluster.address, front, model), *arguments))
-        return running[-1]
 
-    yield start
-    for one in running:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.communicate()
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> SentRows:
+    """Returns the rows that are sent from now on."""
+    monkeypatch.setattr(GrpcConnection, "submit", GrpcConnection.submit)  # so that it is the old one again at the end
+    return SentRows()
 
 
 def finetune(url: str, front: Path, model: Path, out: Path, **changes: Any) -> list[float]:
@@ -153,6 +153,7 @@ def test_lost_stopped_and_removed_actors_change_nothing(
     expected: list[float],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    sent: SentRows,
 ) -> None:
     provider = serve("--shards", 2, "--replicas", 2)
     assert len(actor_pids()) == 4
@@ -170,11 +171,7 @@ def test_lost_stopped_and_removed_actors_change_nothing(
 
     faults = {2: kill, 4: stop, 6: remove_a_node}
     after_checkpoints(monkeypatch, faults)
-    submit, sent = GrpcConnection.submit, SentRows()
-    try:
-        assert finetune(provider.url, front, model, tmp_path / "run") == close_to(expected)
-    finally:
-        GrpcConnection.submit = submit  # type: ignore[method-assign]
+    assert finetune(provider.url, front, model, tmp_path / "run") == close_to(expected)
     assert not faults
     num_rows, num_twice = sent.counts()
     assert num_rows > 1000
@@ -198,6 +195,7 @@ def test_without_its_nodes_store_the_provider_ends_and_a_run_waits_for_the_next(
     expected: list[float],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    sent: SentRows,
 ) -> None:
     provider = serve("--shards", 1, "--replicas", 2)
     port = provider.url.rpartition(":")[2]
@@ -217,12 +215,8 @@ def test_without_its_nodes_store_the_provider_ends_and_a_run_waits_for_the_next(
         starter.start()
 
     after_checkpoints(monkeypatch, {6: end_the_stores})
-    submit, sent = GrpcConnection.submit, SentRows()
-    try:
-        with pytest.warns(ProviderAwayWarning):
-            losses = finetune(provider.url, front, model, tmp_path / "run", provider_wait_s=3 * WAIT_S)
-    finally:
-        GrpcConnection.submit = submit  # type: ignore[method-assign]
+    with pytest.warns(ProviderAwayWarning):
+        losses = finetune(provider.url, front, model, tmp_path / "run", provider_wait_s=3 * WAIT_S)
     starter.join(WAIT_S)
     assert losses == close_to(expected)
     assert sent.counts()[1] == 0

@@ -45,17 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(model: Path) -> Iterator[Serve]:
-    running: list[Serving] = []
-
-    def start(*arguments: object) -> Serving:
-        running.append(Serving("--model", model, "--port", 0, *arguments))
-        return running[-1]
-
-    yield start
-    for one in running:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.communicate()
+    with contextlib.ExitStack() as running:
+        yield lambda *arguments: running.enter_context(Serving("--model", model, "--port", 0, *arguments))
 
 
 def workers(serving: Serving) -> list[int]:

@@ -34,11 +34,9 @@ from wire.transport.identity import TlsIdentity
 
 @pytest.fixture
 def serving(model: Path, tmp_path: Path) -> Iterator[Serving]:
-    one = Serving("--tls", "--model", model, "--port", 0, "--state", tmp_path / "state", "--record", tmp_path / "seen")
-    yield one
-    if one.process.poll() is None:
-        one.process.kill()
-        one.process.communicate()
+    options = "--tls", "--model", model, "--port", 0, "--state", tmp_path / "state", "--record", tmp_path / "seen"
+    with Serving(*options) as one:
+        yield one
 
 
 def test_serve_enroll_use_revoke_stop(serving: Serving, tmp_path: Path) -> None:

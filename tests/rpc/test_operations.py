@@ -3,6 +3,7 @@ usage counts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -307,11 +308,11 @@ def test_a_certificate_that_cannot_be_made_leaves_the_old_one(
 @pytest.mark.slow
 def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    serving = Serving(
+    options = (
         "--tls", "--model", model, "--port", 0, "--state", state,
         "--metrics-port", 0, "--health-port", 0, "--log-format", "json",
     )  # fmt: skip
-    try:
+    with Serving(*options) as serving:
         assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
         connection = GrpcConnection(serving.url, TlsIdentity.read(tmp_path / "acme"))
         for _ in range(3):
@@ -341,9 +342,6 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
         serving.process.send_signal(signal.SIGTERM)
         out, err = serving.process.communicate(timeout=waiting.limit_s)
         assert (serving.process.returncode, out) == (0, "")
-    finally:
-        serving.process.kill()
-        serving.process.communicate()
     connection.close()
     lines = [json.loads(line) for line in err.splitlines()]
     messages = [line["message"] for line in lines]
@@ -386,10 +384,11 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
 def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
     """After SIGTERM, the provider replies to all requests that it has received, and refuses new ones. The requests are
     for hints, which are small to send but take long to compute."""
-    serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--drain-s", 60)
-    connection = GrpcConnection(serving.url)
     call, seeded = replace(CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)
-    try:
+    with (
+        Serving("--model", model, "--port", 0, "--state", tmp_path, "--drain-s", 60) as serving,
+        contextlib.closing(GrpcConnection(serving.url)) as connection,
+    ):
         pending = [connection.submit(call, SeedPayload(seeded, 32), 64) for _ in range(12)]
         first = pending[0].result()
         serving.process.send_signal(signal.SIGTERM)
@@ -398,10 +397,6 @@ def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
         assert serving.process.returncode == 0
         with pytest.raises(Unavailable):
             connection.submit(call, SeedPayload(seeded, 32), 64).result()
-    finally:
-        connection.close()
-        serving.process.kill()
-        serving.process.communicate()
 
 
 @pytest.mark.slow

@@ -30,7 +30,8 @@ def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 class Serving:
-    """Runs `provider serve` in a process until `stop` is called."""
+    """Runs `provider serve` in a process until `stop` is called. At the end of a `with` block, the process is killed if
+    it still runs."""
 
     def __init__(self, *arguments: object) -> None:
         command = [sys.executable, "-m", "provider", "serve", "--threads", "1", *map(str, arguments)]
@@ -44,6 +45,15 @@ class Serving:
         self.process.send_signal(number)
         out, err = self.process.communicate(timeout=waiting.limit_s)
         return self.process.returncode, out, err
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.stop(signal.SIGKILL)
 
 
 class ServeCommand:
