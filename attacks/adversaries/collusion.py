@@ -104,15 +104,15 @@ def open_block(rows: torch.Tensor, public: PublicMatrix, secret: torch.Tensor) -
     return centred(rows.to(torch.int64) - masks)
 
 
-def attack_leaked_secret(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims nothing, because no recording holds a secret."""
+def claim_nothing(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+    """Claims nothing, because no recording holds a secret, or what a tenant released."""
     return []
 
 
 LEAKED_SECRET = Adversary(
     "leaked-secret",
     "the unmasking maths alone, for its control: no view holds a secret to use it on",
-    attack_leaked_secret,
+    claim_nothing,
 )
 
 
@@ -166,13 +166,8 @@ def seek_secret(
     return system.secret(masks) if len(masks) == system.num_equations else None
 
 
-def attack_released_values(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims nothing, because no recording holds what a tenant released."""
-    return []
-
-
 RELEASED_VALUES = Adversary(
     "released-values",
     "logits given to who knows the prompt, for its control: no view holds released numbers",
-    attack_released_values,
+    claim_nothing,
 )
