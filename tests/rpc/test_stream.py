@@ -12,7 +12,7 @@ import torch
 from provider.model.served_model import ServedModel
 from provider.net.admission import MAX_CALLS_PER_TENANT
 from tests.support.providers import LIMITS, Provider, session_of
-from tests.support.raw_peers import RawStream
+from tests.support.raw_peers import WRONG_GREETINGS, RawStream
 from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S
 from wire import frame
@@ -303,16 +303,7 @@ def test_a_frame_that_cannot_be_read_ends_its_stream_only(provider: Provider, ra
     assert [one for one in provider.service.sessions if one.tenant == "other"] == [session]  # it came only once
 
 
-@pytest.mark.parametrize(
-    ("first", "code"),
-    [
-        (Header(FrameType.HELLO, code=1, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
-        (Header(FrameType.HELLO, code=3, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
-        (Header(FrameType.HELLO, code=2, total_bytes=4).pack() + b"EVIL", WireCode.MALFORMED),
-        (Header(FrameType.REQUEST, 1, CALL).pack(), WireCode.MALFORMED),
-        (b"GET / HTTP/1.1\r\n\r\n", WireCode.MALFORMED),
-    ],
-)
+@pytest.mark.parametrize(("first", "code"), WRONG_GREETINGS)
 def test_a_wrong_handshake(provider: Provider, first: bytes, code: WireCode) -> None:
     stream = RawStream(provider, greet=False)
     stream.send(first)

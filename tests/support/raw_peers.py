@@ -37,6 +37,16 @@ from wire.transport.ipc.handshake import tenant_handshake
 from wire.transport.message_socket import MessageSocket
 from wire.transport.tls import IPC_ALPN, TlsSocket, client_context, handshake
 
+WRONG_GREETINGS = [
+    (Header(FrameType.HELLO, code=1, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
+    (Header(FrameType.HELLO, code=3, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
+    (Header(FrameType.HELLO, code=2, total_bytes=4).pack() + b"EVIL", WireCode.MALFORMED),
+    (Header(FrameType.REQUEST, 1, CALL).pack(), WireCode.MALFORMED),
+    (Header(FrameType.CANCEL, 1).pack(), WireCode.MALFORMED),
+    (b"GET / HTTP/1.1\r\n\r\n", WireCode.MALFORMED),
+]
+"""First messages of a stream that are no greeting of this protocol, each with the code of the error that it gets."""
+
 
 def dial(port: int) -> socket.socket:
     """Returns a connection to a port of this machine."""

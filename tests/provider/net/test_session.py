@@ -17,6 +17,7 @@ from provider.operations.usage import CLASSES, UsageCounter
 from provider.schedule.quota import TenantLimits
 from provider.schedule.ticket import RequestClass
 from tests.support.executors import Desk
+from tests.support.raw_peers import WRONG_GREETINGS
 from tests.support.ring_products import ring_rows
 from wire import frame
 from wire.errors import InvalidTensor, RemoteFault, UnknownLayer, VeilbaseError, WireCode
@@ -159,17 +160,7 @@ def test_a_refusal_has_a_line_with_the_tenant_and_a_fixed_reason(
 # ---- the greeting ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("first", "code"),
-    [
-        (Header(FrameType.HELLO, code=1, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
-        (Header(FrameType.HELLO, code=3, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
-        (Header(FrameType.HELLO, code=2, total_bytes=4).pack() + b"EVIL", WireCode.MALFORMED),
-        (Header(FrameType.REQUEST, 1, CALL).pack(), WireCode.MALFORMED),
-        (Header(FrameType.CANCEL, 1).pack(), WireCode.MALFORMED),
-        (b"GET / HTTP/1.1\r\n\r\n", WireCode.MALFORMED),
-    ],
-)
+@pytest.mark.parametrize(("first", "code"), WRONG_GREETINGS)
 def test_another_first_frame_ends_the_stream(first: bytes, code: WireCode) -> None:
     stream = Stream(greet=False)
     assert not stream.session.status().has_greeted
