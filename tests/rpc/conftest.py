@@ -11,15 +11,12 @@ from provider.identity.authority import StateDir
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
+from provider.net import service as service_module
 from provider.net.admission import Admission
 from provider.net.server import Server
 from provider.net.windows import Windows
 from provider.shards.router import Shard
-from tests.support.providers import (
-    LIMITS,
-    Provider,
-    quick_sweeps,  # noqa: F401
-)
+from tests.support.providers import LIMITS, QUICK_S, Provider
 from tests.support.tiny_models import make_tiny
 
 
@@ -36,6 +33,12 @@ def tiny_served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("rpc") / "llama"
     make_tiny("llama", folder)
     return ServedModel(serve_model(load(resolve(str(folder))), limits=LIMITS))
+
+
+@pytest.fixture
+def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes sweeps frequent. This fixture must come before `provider`, whose first wait begins when it starts."""
+    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
 
 
 @pytest.fixture

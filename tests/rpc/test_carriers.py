@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -23,12 +24,14 @@ from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
 from provider.net.ports import IpcPort, PortStatus, TensorPort
 from tests.support.providers import Provider, SwitchedModel, service_of
-from tests.support.raw_peers import BROKEN, RawStream, carrier_of
+from tests.support.raw_peers import RawStream, carrier_of
 from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
 from wire.payload import RowsPayload
 
+BROKEN = (grpc.RpcError, OSError)
+"""The errors with which reading fails if either side ended the stream without a message."""
 WAYS: dict[str, dict[str, Any]] = {
     "tensor port": {"tensor_port": 0},
     "grpc": {"tensor_port": None},

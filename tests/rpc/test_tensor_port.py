@@ -31,13 +31,11 @@ from tests.support.raw_peers import (
     RawStream,
     RawTls,
     assert_ends,
-    assert_nothing_left,
     carrier_of,
     connect,
     dial_tensor_port,
     hear,
     say,
-    stream_threads,
 )
 from tests.support.ring_products import CALL, COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S, until
@@ -54,6 +52,20 @@ LARGE_ROWS = 4096
 """The number of rows of a reply of 1 MiB."""
 SMALLEST = 2048
 """The size, in bytes, of the receive buffer of a tenant that does not read."""
+
+
+def stream_threads() -> set[int | None]:
+    """Returns this process's threads that serve streams of the tensor port."""
+    return {one.ident for one in threading.enumerate() if one.name == "veilbase-stream"}
+
+
+def assert_nothing_left(provider: Provider) -> None:
+    """Waits until all sessions, connections and reserved places of a provider are gone."""
+    service = service_of(provider)
+    until(lambda: not service.sessions, "the end of the sessions")
+    until(lambda: not service.status().calls, "their places are free")
+    until(lambda: not tensors_of(provider).status().num_connections, "the end of the connections")
+    assert not tensors_of(provider).status().num_guests
 
 
 @pytest.fixture

@@ -3,10 +3,11 @@ settings."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from provider.net.ports import TensorPort
 from provider.net.server import Server
 from provider.net.session import Session
 from tests.support.providers import Provider, SwitchedModel, service_of, tensors_of
-from tests.support.raw_peers import RawStream, announcing, carrier_of, dial_tensor_port
+from tests.support.raw_peers import RawStream, carrier_of, dial_tensor_port
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import ConfigurationError, Unavailable, WireCode
 from wire.frame import FrameType
+from wire.manifest import parse_manifest
 from wire.payload import RowsPayload
+from wire.transport import grpc_connection
 
 # ---- stops and restarts ---------------------------------------------------------------------------------------------
 
@@ -83,6 +86,15 @@ def test_grpc_carries_the_stream_where_the_port_is_closed(provider: Provider) ->
     for _ in range(2):
         assert_served(connection, provider.served_model)
     assert connection.carrier == "gRPC"
+
+
+@contextlib.contextmanager
+def announcing(monkeypatch: pytest.MonkeyPatch, port: int | None) -> Iterator[None]:
+    """Inside the context, makes every manifest that a tenant fetches name this tensor port."""
+    with monkeypatch.context() as patch:
+        other = {"tensor_port": port}
+        patch.setattr(grpc_connection, "parse_manifest", lambda data: parse_manifest(data).model_copy(update=other))
+        yield
 
 
 def test_grpc_carries_the_stream_where_something_else_answers(

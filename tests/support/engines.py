@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
 
 from tenant_sdk import TenantClient
-from tenant_sdk.serving.adapters.module_stack import ModuleBatch
 from tenant_sdk.serving.engine import Engine
 
 TIMEOUT_S = 60.0
@@ -81,17 +78,3 @@ def mean_kl(reference: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> f
     """Returns the mean of KL(reference, got) over all positions, in nats."""
     p, q = (torch.cat(list(each)).double().log_softmax(dim=-1) for each in (reference, got))
     return float((p.exp() * (p - q)).sum(dim=-1).mean())
-
-
-@pytest.fixture
-def batch_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns a list to which every call of a batch adds the number of its modules."""
-    made: list[int] = []
-    run = ModuleBatch.outputs
-
-    def counted(batch: ModuleBatch, modules: Sequence[nn.Module], *rows: torch.Tensor) -> torch.Tensor:
-        made.append(len(modules))
-        return run(batch, modules, *rows)
-
-    monkeypatch.setattr(ModuleBatch, "outputs", counted)
-    return made

@@ -6,25 +6,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 import torch
 from safetensors.torch import load, save
 
-from attacks.programs.overflow import HONEST, Fault, Overflower
+from attacks.programs.overflow import HONEST, Overflower
 from attacks.programs.providers import HostileBundle
 from provider.model.served_model import ServedModel
 from provider.net.server import server_options
 from provider.net.service import SERVICE_NAME
-from tenant_sdk import TenantClient, embedded
+from tenant_sdk import TenantClient
 from tests.support.lattice import TOY_OPTIONS
 from tests.support.ring_products import REPLY_COLS
 from tests.support.waiting import WAIT_S
 from wire.frame import FrameType, Header
-from wire.transport.inproc import InprocConnection
 
 
 class Liar(HostileBundle):
@@ -46,7 +43,7 @@ class Liar(HostileBundle):
         return super().read_file(file_name)
 
 
-__all__ = ["HONEST", "MASKS", "Opened", "opened"]
+__all__ = ["HONEST", "MASKS", "Opened"]
 MASKS: dict[str, dict[str, Any]] = {
     "off": {"mask": "off", "arithmetic": "float"},
     "gaussian-pool": {"mask": "gaussian-pool"},
@@ -55,26 +52,6 @@ MASKS: dict[str, dict[str, Any]] = {
 """A client's options for each mask."""
 Opened = Callable[..., tuple[TenantClient, Overflower]]
 """A function that makes a client, and returns it with its provider."""
-
-
-@pytest.fixture
-def opened(served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
-    """Provides a function that makes clients of a provider with a fault. It returns each client with its provider; its
-    argument `mask` is a key of MASKS."""
-    clients: list[TenantClient] = []
-
-    def make(
-        fault: Fault = HONEST, mask: str = "off", served_model: ServedModel = served_model, **options: Any
-    ) -> tuple[TenantClient, Overflower]:
-        provider = Overflower(served_model, fault)
-        monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
-        options = {"cache": tmp_path / "cache", "progress": False, **MASKS[mask], **options}
-        clients.append(TenantClient("inproc:x", **options))
-        return clients[-1], provider
-
-    yield make
-    for client in clients:
-        client.close()
 
 
 def reply_to(request: Header, **changes: Any) -> Header:

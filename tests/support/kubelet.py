@@ -47,11 +47,6 @@ def environment(
     return made | {one["name"]: one["value"] for one in container.get("env", [])}
 
 
-def probes(container: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the probes that a container's manifest has, by name."""
-    return {name: container[name] for name in ("startupProbe", "livenessProbe", "readinessProbe") if name in container}
-
-
 def mount(folder: Path, security: Mapping[str, Any], knows_policy: bool = True) -> None:
     """Opens a volume's files to the group of `fsGroup`, as at each mount.
 

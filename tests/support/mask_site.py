@@ -26,8 +26,6 @@ from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
-BF16 = 2.0**-8
-"""The relative error of rounding to bfloat16."""
 MODEL_NOISE = 1e-4
 """The largest relative error of a result after nine groups in a row, each 32 wide. The error of one group's result is
 β·α·√(‖w‖²·21/2 + (2·1536/3)·2^16/12). The result's size is β·α·‖w‖·‖x̃‖/√32, where ‖x̃‖ is nearly 2^31/‖w‖ and ‖w‖ is

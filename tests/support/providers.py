@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import provider.identity.revocations as revocations
-import provider.net.service as service_module
 from provider.embedded import serve_in_process
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
@@ -149,12 +148,6 @@ def tensors_of(provider: Provider) -> TensorPort:
 
 QUICK_S = 0.05
 """The seconds between two sweeps in these tests. A provider in use sweeps less often."""
-
-
-@pytest.fixture
-def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes sweeps frequent. This fixture must come before `provider`, whose first wait begins when it starts."""
-    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
 
 
 class Fault:

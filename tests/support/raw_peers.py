@@ -9,27 +9,23 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-import grpc
 import pytest
 import torch
 
 from provider.net.ports import IpcPort
 from tests.support.identities import HOST, Authority
-from tests.support.providers import Provider, service_of, tensors_of
+from tests.support.providers import Provider
 from tests.support.ring_products import CALL
 from tests.support.threads import in_thread
-from tests.support.waiting import WAIT_S, end, until
+from tests.support.waiting import WAIT_S, end
 from wire import frame
 from wire.errors import MalformedFrame, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
-from wire.manifest import parse_manifest
-from wire.transport import grpc_connection
 from wire.transport.grpc_channel import STREAM_METHOD, open_channel
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.folder import SOCKET_NAME
@@ -176,32 +172,9 @@ def dial_tensor_port(provider: Provider) -> socket.socket:
     return dial(provider.server.tensor_port)
 
 
-def stream_threads() -> set[int | None]:
-    """Returns this process's threads that serve streams of the tensor port."""
-    return {one.ident for one in threading.enumerate() if one.name == "veilbase-stream"}
-
-
-def assert_nothing_left(provider: Provider) -> None:
-    """Waits until all sessions, connections and reserved places of a provider are gone."""
-    service = service_of(provider)
-    until(lambda: not service.sessions, "the end of the sessions")
-    until(lambda: not service.status().calls, "their places are free")
-    until(lambda: not tensors_of(provider).status().num_connections, "the end of the connections")
-    assert not tensors_of(provider).status().num_guests
-
-
 def carrier_of(provider: Provider) -> str:
     """Returns the text that a tenant's connection shows if this provider's tensor port carries the stream."""
     return f"tensor port {provider.server.tensor_port}"
-
-
-@contextlib.contextmanager
-def announcing(monkeypatch: pytest.MonkeyPatch, port: int | None) -> Iterator[None]:
-    """Inside the context, makes every manifest that a tenant fetches name this tensor port."""
-    with monkeypatch.context() as patch:
-        other = {"tensor_port": port}
-        patch.setattr(grpc_connection, "parse_manifest", lambda data: parse_manifest(data).model_copy(update=other))
-        yield
 
 
 def say(connection: MessageSocket, *messages: bytes) -> None:
@@ -233,10 +206,6 @@ class RawTls(RawPeer):
         self.shake_hands()
         self.send()
         self.connection = TlsSocket(self.plain, self.tls, self.incoming, self.outgoing)
-
-
-BROKEN = (grpc.RpcError, OSError)
-"""The errors with which reading fails if either side ended the stream without a message."""
 
 
 class Link(Protocol):

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from tenant_sdk.model.padding import Padding
 from tenant_sdk.model.run_state import NotFiniteWarning
 from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, bounds, wide
-from tests.support.mask_site import BF16, MODEL_NOISE, Site, specs, taken, unmasked
+from tests.support.mask_site import MODEL_NOISE, Site, specs, taken, unmasked
 from tests.support.parity import adapted, batch, grads, relative
 from tests.support.providers import make_served_model
 from tests.support.training import QUICK, ROWS, lora
@@ -23,6 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedW
 
 
 # ---- lattice: results -----------------------------------------------------------------------------------------------
+BF16 = 2.0**-8
+"""The relative error of rounding to bfloat16."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -21,8 +21,18 @@ from tenant_sdk.serving.adapters import host as host_module
 from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS, OpenAdapter
 from tenant_sdk.serving.adapters.store import MOST_OPEN, MOST_PASSED, RANKS, Placement
-from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
-from tests.support.saved_adapters import Bell, Openings, base_model, held, open_files, save_adapter
+from tests.support.saved_adapters import (
+    Bell,
+    Openings,
+    answers,
+    base_model,
+    code_of,
+    coded_model,
+    held,
+    open_files,
+    save_adapter,
+    save_coded,
+)
 from wire.errors import ConfigurationError
 
 NUM_ADAPTERS, RANK = 8, 8

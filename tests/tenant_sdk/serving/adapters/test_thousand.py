@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 
 from tenant_sdk.serving.adapters import AdapterStore
-from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
-from tests.support.saved_adapters import Bell, held
+from tests.support.saved_adapters import (
+    Bell,
+    answers,
+    code_of,
+    coded_model,
+    held,
+    save_coded,
+)
 
 NUM_ADAPTERS, AT_ONCE = 1000, 16
 NUM_BUSY = 40
