@@ -246,7 +246,6 @@ class Worker:
             raise SystemExit(f"a worker said {line[:100]!r}, and {word!r} was expected")
 
     def __enter__(self) -> Self:
-        """Returns the worker, which is ready for `run`."""
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -143,11 +143,9 @@ class Hosts:
         self._stack.close()
 
     def __enter__(self) -> Hosts:
-        """Returns the hosts, which are ready for use."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the hosts."""
         self.close()
 
 

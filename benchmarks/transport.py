@@ -283,11 +283,9 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
         """Serves the identity: it returns the received rows in place of a product."""
 
         def compute(self, call: Any, rows: torch.Tensor) -> torch.Tensor:
-            """Returns the rows without any arithmetic."""
             return rows
 
         def compute_together(self, call: Any, parts: Any) -> list[torch.Tensor]:
-            """Returns the rows of each part."""
             return list(parts)
 
     served = serve_model(load(resolve(folder)), "int8", "*o_proj")

@@ -100,5 +100,4 @@ def _type_of_word(annotation: Any) -> Any:
 
 
 def _bare(annotation: Any) -> Any:
-    """Returns a type without its pydantic annotations."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation

@@ -593,5 +593,4 @@ class TenantClient:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes the client; see `close`."""
         self.close()

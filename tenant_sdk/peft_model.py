@@ -138,7 +138,6 @@ def _is_same(known: _Identity, opened: OpenAdapter) -> bool:
 
 
 def _memory_bytes() -> int:
-    """Returns the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -28,7 +28,6 @@ class WrongOption(ConfigurationError):
         self.option = option
 
     def __str__(self) -> str:
-        """Returns the message."""
         return str(self.args[0])
 
 

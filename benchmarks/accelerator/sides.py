@@ -210,11 +210,9 @@ class Side:
         raise SystemExit(f"a side ended early: {self._log.read()[-1500:]}")
 
     def __enter__(self) -> Side:
-        """Returns the side, which is ready."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the process."""
         self.leave()
 
 

@@ -139,7 +139,6 @@ def measure(workers: Sequence[Worker], num_steps: int, provider_pids: Sequence[i
 
 
 def _used_s(pids: Sequence[int]) -> float:
-    """Returns the processor time that some processes have used, in seconds."""
     return sum(processor_s(pid) for pid in pids)
 
 

@@ -66,7 +66,6 @@ class PageFiles:
         self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
 
     def __contains__(self, path: str) -> bool:
-        """Returns whether a path is one of the page's files."""
         return path in self._files
 
     async def answer(self, path: str, response: Response) -> None:

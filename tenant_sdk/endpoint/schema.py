@@ -272,7 +272,6 @@ class _Request(ClientNotes):
 
     @property
     def stops(self) -> list[str]:
-        """Returns the stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property

@@ -161,7 +161,6 @@ class Answering:
         return sum(len(answer.token_ids) for answer in self.answers)
 
     async def __aenter__(self) -> Answering:
-        """Returns this object."""
         return self
 
     async def __aexit__(
@@ -460,7 +459,6 @@ class _Gauges(Collector):
         self._read = read
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Yields one gauge for each name."""
         for name, value in self._read().items():
             yield GaugeMetricFamily(f"veilbase_endpoint_{name}", f"Present {name.replace('_', ' ')}.", value)
 

@@ -129,7 +129,6 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Returns the gradient of the rows, grad·W."""
         return base_products.product(ctx.layer, grad).to(ctx.dtype), None, None
 
 

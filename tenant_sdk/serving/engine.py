@@ -425,7 +425,6 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes the engine; see `close`."""
         self.close()
 
 

@@ -334,15 +334,12 @@ class _Live:
             return {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir())}
 
     def state(self) -> StateNames:
-        """Returns the names of the model's tensors."""
         return StateNames.of(self._checkpoint._weights().model)
 
     def digest_of(self, name: str) -> str:
-        """Returns the `tensor_digest` of a tensor, by its state-dict name."""
         return tensor_digest(self._checkpoint._weights().read(name))
 
     def layer(self, name: str, kind: LayerKind) -> PreparedLayer:
-        """Returns a layer's int8 weight, see `TrustedCheckpoint.layer`."""
         return prepare_layer(self._checkpoint.layer(name, kind), kind)
 
 

@@ -483,13 +483,11 @@ class OpenAdapter:
             os.close(file)
 
     def __enter__(self) -> OpenAdapter:
-        """Returns the adapter."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes the files."""
         self.close()
 
     def is_unchanged(self) -> bool:

@@ -89,7 +89,6 @@ def serves(head_dim: int, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _decoded() -> torch.Tensor:
-    """Returns the 256 values of float8_e4m3fn, float32."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
