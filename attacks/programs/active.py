@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,19 +24,17 @@ from unittest import mock
 import torch
 
 from attacks.programs import row_counts
-from attacks.programs.providers import HonestOffer
+from attacks.programs.providers import HonestOffer, tenant_of
 from attacks.report.exit_status import exit_status, out_parser
 from attacks.victim import models
 from noise import sampling
 from noise.verify import FAILED
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
-from tenant_sdk import TenantClient, embedded
-from tenant_sdk.session import NotVerifiedWarning
+from tenant_sdk import TenantClient
 from wire.errors import VeilbaseError
 from wire.frame import Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows, SeededRows, count_rows
-from wire.transport.inproc import InprocConnection
 
 NEW_TOKENS = 8
 """The length limit of an answer in tokens; an honest answer to these prompts has exactly this many."""
@@ -224,20 +221,10 @@ class Site:
         liar = Liar(self.served_model, fault, self.group, self.column)
         # hints are streamed, because later sessions would use a stored hint, even a forged one
         options = {"hints": "stream", "background": False}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotVerifiedWarning)
-            # the public function for an embedded provider takes a model, not a handler that sends wrong replies
-            with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(liar)):
-                client = TenantClient(
-                    "inproc:liar", mask="lattice", verify=self.model if verify else None, mask_options=options,
-                    cache=self.folder / "cache", progress=False,
-                )  # fmt: skip
-                client.connect()
         self.num_sessions += 1
-        try:
+        verified = self.model if verify else None
+        with tenant_of(liar, self.folder / "cache", mask="lattice", verify=verified, mask_options=options) as client:
             yield client, liar
-        finally:
-            client.close()
 
     def answer(self, client: TenantClient, prompt: str) -> None:
         """Asks for one answer of at most NEW_TOKENS tokens."""

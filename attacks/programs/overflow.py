@@ -34,19 +34,19 @@ from unittest import mock
 import torch
 from safetensors.torch import load, save
 
-from attacks.programs.providers import HonestOffer, HostileBundle
+from attacks.programs.providers import HonestOffer, HostileBundle, tenant_of
 from attacks.report.exit_status import exit_status, out_parser
 from attacks.victim import models
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
-from tenant_sdk import TenantClient, embedded
+from tenant_sdk import TenantClient
 from tenant_sdk.model import dora
 from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.model.run_state import NotFiniteWarning, RunOutcome, RunStates
 from wire.errors import NotFinite
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows, count_rows
-from wire.transport.inproc import Handler, InprocConnection
+from wire.transport.inproc import Handler
 
 NUM_LAYERS = 28
 """The number of layers of the model. It is large enough for a constant of 2^31 to grow beyond the range of float32
@@ -240,15 +240,11 @@ class Site:
                 open_.enter_context(mock.patch.object(dora, "weakref", keeping))
             yield open_.enter_context(self._client(provider, "float")), provider
 
-    @contextlib.contextmanager
-    def _client(self, provider: Handler, arithmetic: Literal["ring", "float"]) -> Iterator[TenantClient]:
-        with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)):
-            client = TenantClient(
-                "inproc:overflow", mask="off", arithmetic=arithmetic, cache=self.folder / "cache", progress=False
-            )
-            self.num_sessions += 1
-            with contextlib.closing(client):
-                yield client
+    def _client(
+        self, provider: Handler, arithmetic: Literal["ring", "float"]
+    ) -> contextlib.AbstractContextManager[TenantClient]:
+        self.num_sessions += 1
+        return tenant_of(provider, self.folder / "cache", mask="off", arithmetic=arithmetic)
 
     def train(self, client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
         """Fine-tunes with a fixed number of steps."""

@@ -1,21 +1,45 @@
-"""Implements what the lying providers of this package share: an honest offer, and a bundle with changed files."""
+"""Implements what the lying providers of this package share: an honest offer, a bundle with changed files, and a tenant
+that connects to such a provider."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from provider.model.served_model import ServedModel
+from tenant_sdk import TenantClient, embedded
+from tenant_sdk.session import NotVerifiedWarning
 from wire.frame import Call
 from wire.manifest import BundleFile, Manifest
 from wire.ring.seeded_rows import Rows, count_rows
-from wire.transport.inproc import Handler
+from wire.transport.inproc import Handler, InprocConnection
+
+
+@contextlib.contextmanager
+def tenant_of(provider: Handler, cache: Path, **options: Any) -> Iterator[TenantClient]:
+    """Opens a tenant of the public SDK, and connects it to a provider in this process, which may lie.
+
+    Args:
+        provider: the provider. The SDK's own way to an embedded provider takes a model, not a handler.
+        cache: the tenant's folder of downloads.
+        options: further options of `TenantClient`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotVerifiedWarning)
+        with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)):
+            client = TenantClient("inproc:provider", cache=cache, progress=False, **options)
+            client.connect()
+    with contextlib.closing(client):
+        yield client
 
 
 @dataclass

@@ -14,26 +14,21 @@ tokenizer fail on some guesses, so that a run that ends early shows which guess 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
-import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from attacks.programs.providers import HostileBundle
+from attacks.programs.providers import HostileBundle, tenant_of
 from attacks.victim import models
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
-from tenant_sdk import TenantClient, embedded
-from tenant_sdk.session import NotVerifiedWarning
+from tenant_sdk import TenantClient
 from wire.errors import VeilbaseError
-from wire.transport.inproc import InprocConnection
 
 NUM_SECRETS = 16
 PROMPTS = tuple(f"the pin is {number:02d}" for number in range(NUM_SECRETS))
@@ -215,7 +210,8 @@ def _against_tenant(
         bundle = HostileBundle(served_model)
         change(bundle)
         bundle.announce()
-        with _session(bundle, folder, options) as client:
+        # without a mask: row counts are the same under any
+        with tenant_of(bundle, folder / "cache", mask="off", arithmetic="ring", **options) as client:
             try:
                 _work(client, job, secret, folder / f"adapter{number}")
             except VeilbaseError:
@@ -223,22 +219,6 @@ def _against_tenant(
         seen.append(tuple(bundle.num_rows))
     nothing_sent = all(one == () for one in seen)
     return Leak(name, defence, job, entropy_bits(seen), refused == len(secrets) and nothing_sent)
-
-
-@contextlib.contextmanager
-def _session(bundle: HostileBundle, folder: Path, options: dict[str, Any]) -> Iterator[TenantClient]:
-    """Opens an unverified tenant of the public SDK without a mask, because row counts are the same under any mask."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotVerifiedWarning)
-        with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(bundle)):
-            client = TenantClient(
-                "inproc:hostile", mask="off", arithmetic="ring", cache=folder / "cache", progress=False, **options
-            )
-            client.connect()
-        try:
-            yield client
-        finally:
-            client.close()
 
 
 def _work(client: TenantClient, job: str, secret: Any, adapter: Path) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import json
 import tempfile
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,7 +29,7 @@ from attacks.adversaries.slot_reuse import SLOT_REUSE
 from attacks.adversaries.sparse_secret import SPARSE_SECRET
 from attacks.controls import ControlResult
 from attacks.controls.lattice import no_model, shared_error_control, sparse_secret_control
-from attacks.programs.providers import HonestOffer
+from attacks.programs.providers import HonestOffer, tenant_of
 from attacks.report.exit_status import exit_status, out_parser
 from attacks.seen.view import Exchange, write_recording
 from attacks.victim import draws, models
@@ -41,11 +40,9 @@ from noise.masks.lattice import Lattice
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels, negacyclic
 from provider.embedded import serve_in_process
-from tenant_sdk import TenantClient, embedded
-from tenant_sdk.session import NotVerifiedWarning
+from tenant_sdk import TenantClient
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows, SeededRows
-from wire.transport.inproc import InprocConnection
 
 # ---- the weaknesses -------------------------------------------------------------------------------------------------
 #
@@ -348,26 +345,13 @@ class Site:
             statistics.checks(watch), claims, weakness.adversary if weakness else None,
         )  # fmt: skip
 
-    @contextlib.contextmanager
-    def _client(self, provider: _Provider, setting: Setting) -> Iterator[TenantClient]:
+    def _client(self, provider: _Provider, setting: Setting) -> contextlib.AbstractContextManager[TenantClient]:
         self._num_runs += 1
         # blocks are made in pieces only if hints are stored, and only if the pool has no room for whole blocks
         # and weaknesses of errors show in the lowest bits, which rounding takes away
         options: dict[str, Any] = {"parameters": setting.parameters, "background": False, "precision": "exact"}
         options |= {"pool_bytes": 1} if setting.in_pieces else {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotVerifiedWarning)
-            # the public function for an embedded provider takes a model, not a handler that notes requests
-            with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)):
-                client = TenantClient(
-                    "inproc:noting", mask="lattice", mask_options=options, progress=False,
-                    cache=self._folder / f"cache{self._num_runs}",
-                )  # fmt: skip
-                client.connect()
-        try:
-            yield client
-        finally:
-            client.close()
+        return tenant_of(provider, self._folder / f"cache{self._num_runs}", mask="lattice", mask_options=options)
 
     def _work(self, client: TenantClient) -> None:
         from peft import LoraConfig
