@@ -154,7 +154,7 @@ class MessageSocket(ABC):
     def wait_to_send(self, seconds: float) -> None:
         """Waits at most `seconds` until the connection takes more bytes, then flushes. This method is for a thread that
         does not receive."""
-        with contextlib.suppress(ValueError):  # The connection was closed meanwhile, and `flush` says so.
+        with contextlib.suppress(ConnectionError):  # The connection was closed meanwhile, and `flush` says so.
             self._poll(select.POLLOUT, seconds)
         self.flush()
 
@@ -188,10 +188,7 @@ class MessageSocket(ABC):
             self.receive(0)
             self._busy_poll.woke()
             return
-        try:
-            events = self._poll(select.POLLIN | select.POLLOUT)
-        except ValueError:
-            raise ConnectionError("the connection was closed") from None
+        events = self._poll(select.POLLIN | select.POLLOUT)
         if events & select.POLLOUT:
             self.flush()
         if events & ~select.POLLOUT:
@@ -215,10 +212,7 @@ class MessageSocket(ABC):
             if self._has_ended:
                 self.receive()  # This raises how the messages ended.
             wanted = select.POLLIN | (select.POLLOUT if self.has_unsent else 0)
-            try:
-                events = self._poll(wanted, left)
-            except ValueError:
-                raise ConnectionError("the connection was closed") from None
+            events = self._poll(wanted, left)
             if events & select.POLLOUT:
                 self.flush()
             if events & ~select.POLLOUT:
@@ -234,7 +228,10 @@ class MessageSocket(ABC):
 
     def _poll(self, wanted: int, seconds: float | None = None) -> int:
         poll = select.poll()
-        poll.register(self._plain, wanted)
+        try:
+            poll.register(self._plain, wanted)
+        except ValueError:  # it has no descriptor any more
+            raise ConnectionError("the connection was closed") from None
         ready = poll.poll(None if seconds is None else max(0, 1000 * seconds))
         return ready[0][1] if ready else 0
 
@@ -298,7 +295,7 @@ class MessageSocket(ABC):
         """
         self.end_sending()
         give_up_at = time.monotonic() + seconds
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             while (left := give_up_at - time.monotonic()) > 0:
                 if self._poll(select.POLLIN, left) and not self._plain.recv_into(self._small):
                     return
