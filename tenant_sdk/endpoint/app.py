@@ -9,7 +9,9 @@ Guarantees:
 - keys are compared in constant time;
 - a request whose end is unclear is refused, and its connection ends;
 - of a request that the checks refuse, the body is not read;
-- every response has a line in the log, refusals too, and nothing in it is a client's: the route is one of a few names;
+- every request has one line in the log, refusals too: the method, the route, the status, a code and the duration.
+  Nothing in it is a client's: the route is one of a few names. Those that are refused, or go to a route for programs,
+  are counted once in the metrics;
 - for an unknown path or method, the response is an error in OpenAI's form;
 - the page's content security policy allows scripts, styles and requests of this server only. Its files contain no key
   and nothing of users' requests, so no key is needed to read them.
@@ -35,12 +37,13 @@ from starlette.types import Receive, Scope, Send
 from tenant_sdk.endpoint.chat import Chat
 from tenant_sdk.endpoint.completions import Completions
 from tenant_sdk.endpoint.embeddings import Embeddings
-from tenant_sdk.endpoint.errors import HttpError
-from tenant_sdk.endpoint.http import Ending, HeldBodies, JsonRoute, Reply, Response, log_request
+from tenant_sdk.endpoint.errors import HttpError, of_failure
+from tenant_sdk.endpoint.http import ClientGone, Ending, HeldBodies, JsonRoute, Reply, Response, Work, log_request
 from tenant_sdk.endpoint.jobs import JobRoutes
 from tenant_sdk.endpoint.schema import LoadAdapter, UnloadAdapter, parsed
 from tenant_sdk.endpoint.service import CONTENT_TYPE, Service, in_thread
 from tenant_sdk.endpoint.settings import EndpointLimits, EndpointSettings
+from wire.errors import VeilbaseError
 
 _FILES = {
     "/": ("page.html", b"text/html"),
@@ -218,20 +221,20 @@ class App:
         self._page = PageFiles()
         self._jobs = jobs
 
-    def _post(self, path: str, work: Callable[[bytes], Awaitable[Reply]]) -> None:
-        self._routes["POST", path] = self._json_route(path, work, self._service.settings.limits)
+    def _post(self, path: str, work: Work) -> None:
+        self._routes["POST", path] = self._json_route(work)
 
-    def _json_route(self, name: str, work: Callable[[bytes], Awaitable[Reply]], limits: EndpointLimits) -> JsonRoute:
-        return JsonRoute(name, work, limits, self._service.metrics, self._held, self.ending)
+    def _json_route(self, work: Work, limits: EndpointLimits | None = None) -> JsonRoute:
+        return JsonRoute(work, limits or self._service.settings.limits, self._held, self.ending)
 
-    def _get(self, path: str, read: Callable[[], dict[str, Any]], name: str | None = None) -> None:
-        self._routes["GET", path] = self._getting(name or path, read)
+    def _get(self, path: str, read: Callable[[], dict[str, Any]]) -> None:
+        self._routes["GET", path] = self._getting(read)
 
-    def _getting(self, name: str, read: Callable[[], dict[str, Any]]) -> JsonRoute:
+    def _getting(self, read: Callable[[], dict[str, Any]]) -> JsonRoute:
         async def work(_: bytes) -> Reply:
             return await in_thread(read)
 
-        return self._json_route(name, work, self._service.settings.limits)
+        return self._json_route(work)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one HTTP request, or ASGI's messages about the start and end of the server."""
@@ -239,20 +242,29 @@ class App:
             await _lifespan(receive, send)
             return
         began, response, code = time.monotonic(), Response(send), "ok"
+        name, counted = self._name_of(scope["path"]), "refused"
         try:
             self._access.check(scope)
             route = self._route(scope["method"], scope["path"], scope)
             if isinstance(route, JsonRoute):
-                await route(scope, receive, send)
-                return
-            await route(response)
+                counted = name
+                await route(scope, receive, response)
+            else:
+                await route(response)
+        except ClientGone:
+            code = "client_gone"
+        except TimeoutError:
+            code = await response.fail(HttpError(408, "the request did not arrive in time", "request_timeout"))
         except HttpError as exc:
             code = await response.fail(exc)
-        except Exception as exc:  # noqa: BLE001 - as in JsonRoute, only its type is named
+        except VeilbaseError as exc:
+            code = await response.fail(of_failure(exc, self._service.metrics.busy_s()))
+        except Exception as exc:  # noqa: BLE001 - its text may show contents, so that only its type is named
             code = await response.fail(HttpError(500, "this server failed", f"internal_{type(exc).__name__}"))
-        if code != "ok":
-            self._service.metrics.count_request("refused", response.status, time.monotonic() - began)
-        log_request(scope["method"], self._name_of(scope["path"]), response.status, code, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        if code != "ok" or counted == name:  # the page, its health and its metrics are not counted
+            self._service.metrics.count_request(counted, response.status, seconds)
+        log_request(scope["method"], name, response.status, code, seconds)
 
     def _name_of(self, path: str) -> str:
         """Returns the name of the route of a path, for the log and the metrics: "-" if no route has this path."""
@@ -276,7 +288,7 @@ class App:
             return route
         if method == "GET" and path.startswith(_OF_MODELS):  # the base model's name may hold a slash
             name = path.removeprefix(_OF_MODELS)
-            return self._getting(self._name_of(path), lambda: self._service.names.entry(name))
+            return self._getting(lambda: self._service.names.entry(name))
         if path.startswith(_OF_JOBS) and self._jobs is not None:
             return self._of_jobs(self._jobs, method, path, scope)
         if any(known == path for _, known in self._routes):
@@ -309,7 +321,7 @@ class App:
             return found
 
         limits = replace(limits, body_bytes=limits.file_bytes if is_upload else limits.body_bytes)
-        return self._json_route(self._name_of(path), work, limits)
+        return self._json_route(work, limits)
 
     async def _health(self, response: Response) -> None:
         state = self._service.health()

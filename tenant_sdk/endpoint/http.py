@@ -1,13 +1,12 @@
 """This module receives requests and sends responses. It reads bodies within limits, sends JSON or server-sent events,
-and cancels the work for a request whose client goes away.
+and cancels the work for a request whose client goes away. `App` (app.py) counts requests, and turns failures into
+responses.
 
 A body may be a form with a file (multipart/form-data, RFC 7578), as clients send it to `/v1/files`.
 
 Guarantees:
 - unless its client goes away, a request gets one response of OpenAI's form, also if the server ends before the work is
   done: it is then a 503, or the last event of a stream that has begun;
-- a request is counted once in the metrics and has one line in the log, which shows the method, the route, the status,
-  a code and the duration, and no contents;
 - the time of `read_form` is proportional to the size of the body, whatever it holds, and nothing of the body is decoded
   besides a few header lines. The standard library's parser for e-mail, which can also read forms, guarantees neither.
 """
@@ -18,19 +17,14 @@ import asyncio
 import contextlib
 import logging
 import re
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from tenant_sdk.endpoint.errors import HttpError, bad_request, of_failure, to_bytes
+from tenant_sdk.endpoint.errors import HttpError, bad_request, to_bytes
 from tenant_sdk.endpoint.settings import EndpointLimits
-from wire.errors import VeilbaseError
-
-if TYPE_CHECKING:
-    from tenant_sdk.endpoint.service import Metrics
 
 Events = AsyncIterator[dict[str, Any]]
 Reply = dict[str, Any] | Events
@@ -106,46 +100,32 @@ class Ending:
 
 
 class JsonRoute:
-    """Handles the requests of one route, as an ASGI application."""
+    """Handles the requests of one route that has a body, or an answer that takes a while."""
 
-    def __init__(
-        self, name: str, work: Work, limits: EndpointLimits, metrics: Metrics, held: HeldBodies, ending: Ending
-    ) -> None:  # fmt: skip
+    def __init__(self, work: Work, limits: EndpointLimits, held: HeldBodies, ending: Ending) -> None:
         """Keeps the arguments.
 
         Args:
-            name: a fixed name of the route, for metrics and log.
             work: the function that handles a body.
             limits: the size of a body, and the time in which it must arrive.
-            metrics: the counters to which each request is added.
             held: counts the bytes of the bodies of all requests.
             ending: ends the requests when the server ends.
         """
-        self._name, self._work, self._limits, self._metrics, self._held = name, work, limits, metrics, held
-        self._ending = ending
+        self._work, self._limits, self._held, self._ending = work, limits, held, ending
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one request."""
-        began, response = time.monotonic(), Response(send)
-        code = "ok"
-        try:
-            with self._ending.watching(), self._held.hold() as held:
-                reading = read_body(scope, receive, self._limits.body_bytes, held)
-                body = await asyncio.wait_for(reading, self._limits.body_s)
-                await _until_gone(receive, self._answer(body, response))
-        except ClientGone:
-            code = "client_gone"
-        except TimeoutError:
-            code = await response.fail(HttpError(408, "the request did not arrive in time", "request_timeout"))
-        except HttpError as exc:
-            code = await response.fail(exc)
-        except VeilbaseError as exc:
-            code = await response.fail(of_failure(exc, self._metrics.busy_s()))
-        except Exception as exc:  # noqa: BLE001 - its text may show contents, so that only its type is named
-            code = await response.fail(HttpError(500, "this server failed", f"internal_{type(exc).__name__}"))
-        seconds = time.monotonic() - began
-        self._metrics.count_request(self._name, response.status, seconds)
-        log_request(scope["method"], self._name, response.status, code, seconds)
+    async def __call__(self, scope: Scope, receive: Receive, response: Response) -> None:
+        """Handles one request.
+
+        Raises:
+            ClientGone: the client closed the connection.
+            TimeoutError: the body did not arrive in time.
+            HttpError: the request is refused.
+            VeilbaseError: the engine refused the request, or failed.
+        """
+        with self._ending.watching(), self._held.hold() as held:
+            reading = read_body(scope, receive, self._limits.body_bytes, held)
+            body = await asyncio.wait_for(reading, self._limits.body_s)
+            await _until_gone(receive, self._answer(body, response))
 
     async def _answer(self, body: bytes, response: Response) -> None:
         reply = await self._work(body)
