@@ -237,10 +237,7 @@ class App:
         return self._json_route(work)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one HTTP request, or ASGI's messages about the start and end of the server."""
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-            return
+        """Handles one HTTP request. The server, which has no lifespan events, sends nothing else."""
         began, response, code = time.monotonic(), Response(send), "ok"
         name, counted = self._name_of(scope["path"]), "refused"
         try:
@@ -348,11 +345,3 @@ def _query(scope: Scope) -> dict[str, str]:
         return dict(parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=16))
     except ValueError:
         return {}
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
