@@ -13,13 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runtime.command_line import instead
 from tenant_sdk.adapter_files import NAME
 from tenant_sdk.endpoint.errors import HttpError, bad_request
-from tenant_sdk.serving.adapters.loan import Loan
-from tenant_sdk.serving.adapters.store import StoreStatus, Tier
+from tenant_sdk.serving.adapters.store import AdapterStore, Tier
 
 _MOST_NAMES = 10_000
 MOST_COMPARED = 256
@@ -28,34 +27,11 @@ _LOAD_S = 60.0
 _POLL_S = 0.01
 
 
-class Store(Protocol):
-    """Describes the methods of an `AdapterStore` that the endpoint uses."""
-
-    def names(self, most: int | None = None) -> list[str]:
-        """Returns the names of the adapters that requests may use; if there are more than `most`, only so many."""
-
-    def has(self, name: str) -> bool:
-        """Returns whether `names` has a name now; takes no longer if there are many."""
-
-    def reserve(self, name: str) -> Loan:
-        """Starts to load an adapter onto the device, if it is not there. The adapter stays there until
-        the loan is released."""
-
-    def drop(self, name: str) -> None:
-        """Frees the memory that an adapter takes, once no request holds it."""
-
-    def tiers(self) -> dict[str, Tier]:
-        """Returns the tier of each adapter: device, host (memory), disk or network."""
-
-    def status(self) -> StoreStatus:
-        """Returns the number of adapters on each tier, and the numbers of loads."""
-
-
 class ModelNames:
     """Maps the field `model` of a request to the name of an adapter."""
 
     def __init__(
-        self, base: str, store: Store | None, root: Path | None, clock: Callable[[], float] = time.monotonic
+        self, base: str, store: AdapterStore | None, root: Path | None, clock: Callable[[], float] = time.monotonic
     ) -> None:  # fmt: skip
         """Keeps the arguments.
 
@@ -200,7 +176,7 @@ class ModelNames:
         if len(self._alias) >= _MOST_NAMES and name not in self._alias:
             raise HttpError(429, f"{_MOST_NAMES} names are in use: unload some", "too_many_names")
 
-    def _warm(self, store: Store, subfolder: str) -> None:
+    def _warm(self, store: AdapterStore, subfolder: str) -> None:
         """Loads an adapter onto the device, and waits until it is there; gives up waiting after `_LOAD_S` seconds.
 
         Raises:
