@@ -52,7 +52,7 @@ class Ours:
         from provider.model.served_model import ServedModel
         from provider.model.weights import serve_model
         from tenant_sdk.model.build import group_spec
-        from tenant_sdk.model.remote_group import RemoteExecutor
+        from tenant_sdk.model.send import RemoteExecutor
         from wire.frame import Direction
         from wire.limits import Limits
         from wire.transport.inproc import InprocConnection

@@ -59,8 +59,8 @@ from noise.registry import product_calls
 from noise.scheme import GroupSpec, Masked, MaskScheme, decode_rows, encode_rows
 from tenant_sdk.keep import ATTENTION, block_of, choose_kept
 from tenant_sdk.model.build import group_spec, load_alphas
-from tenant_sdk.model.remote_group import RemoteExecutor, most_rows
 from tenant_sdk.model.run_state import RunStates
+from tenant_sdk.model.send import RemoteExecutor, most_rows
 from tenant_sdk.peft_model import virtual_tokens
 from tenant_sdk.plain_values import positive
 from tenant_sdk.plan_file import Bill, Saving, size

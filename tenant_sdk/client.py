@@ -24,7 +24,7 @@ from tenant_sdk import embedded
 from tenant_sdk.endpoint.settings import OPTION_KINDS, EndpointKeywords, EndpointSettings
 from tenant_sdk.explain import ONLY_IN_USE, bit_range, explain, not_in_use, problem_of_text, show
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
-from tenant_sdk.model.remote_group import RemoteExecutor
+from tenant_sdk.model.send import RemoteExecutor
 from tenant_sdk.options import names_keywords, takes_options
 from tenant_sdk.plan import Trust, is_on_this_host, make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks

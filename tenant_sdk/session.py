@@ -33,7 +33,7 @@ from tenant_sdk.identity import issuer_of, tenant_name
 from tenant_sdk.keep import Kept, choose_kept
 from tenant_sdk.model.build import context_length
 from tenant_sdk.model.kept import KeptWeights
-from tenant_sdk.model.remote_group import RemoteExecutor
+from tenant_sdk.model.send import RemoteExecutor
 from tenant_sdk.plan import Plan
 from tenant_sdk.prepare import settle_hints
 from tenant_sdk.text.source import LocalSource, TenantText, named_text, provider_text, verified_text

@@ -41,8 +41,8 @@ from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.model import dora
-from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.model.run_state import NotFiniteWarning, RunOutcome, RunStates
+from tenant_sdk.model.send import RemoteExecutor
 from wire.errors import NotFinite
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows, count_rows

@@ -41,9 +41,10 @@ from noise.scheme import GroupSpec
 from runtime.loading import loading
 from runtime.threads import return_cores, spare_cores
 from tenant_sdk.model.dora import ColumnNorms
-from tenant_sdk.model.remote_group import RemoteExecutor, RemoteGroup
+from tenant_sdk.model.remote_group import RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.model.run_state import are_finite, run_states
+from tenant_sdk.model.send import RemoteExecutor
 from tenant_sdk.text.source import TenantText
 from tenant_sdk.trust.config_rules import read_config
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, os_cause

@@ -321,8 +321,8 @@ def test_of_a_mixed_except_the_operating_systems_error_alone_is_shown() -> None:
 
 ROW_PATHS = (
     "noise", "tenant_sdk/text", "tenant_sdk/training/dataset.py", "tenant_sdk/model/remote_group.py",
-    "tenant_sdk/model/remote_linear.py", "tenant_sdk/model/run_state.py", "wire/ring", "wire/frame.py",
-    "wire/transport", "provider/net", "provider/engine", "provider/model/served_model.py",
+    "tenant_sdk/model/remote_linear.py", "tenant_sdk/model/run_state.py", "tenant_sdk/model/send.py", "wire/ring",
+    "wire/frame.py", "wire/transport", "provider/net", "provider/engine", "provider/model/served_model.py",
 )  # fmt: skip
 BEFORE_ANY_ROW = {
     ("wire/transport/address.py", "read_address"),

@@ -13,8 +13,8 @@ from transformers import GenerationConfig, TemperatureLogitsWarper
 from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient
 from tenant_sdk.fixed_length import FiniteLogits, cut_at_stop
-from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.model.run_state import NotFiniteWarning, RunState
+from tenant_sdk.model.send import RemoteExecutor
 from tests.support.false_providers import HONEST, Opened
 from wire.errors import ConfigurationError, NotFinite
 from wire.frame import Direction

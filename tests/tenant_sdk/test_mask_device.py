@@ -14,7 +14,7 @@ from noise.polynomial import negacyclic
 from noise.polynomial.toeplitz import DeviceProducts
 from noise.scheme import RowEncoder
 from tenant_sdk import TenantClient
-from tenant_sdk.model.remote_group import RemoteExecutor
+from tenant_sdk.model.send import RemoteExecutor
 from tenant_sdk.plan import Plan, make_plan
 from tests.support.lattice import TOY_OPTIONS
 from tests.support.parity import RELATIVE, relative

@@ -13,7 +13,7 @@ from noise.ledger.ledger import Ledger
 from noise.masks.lattice import Lattice
 from noise.masks.off import Off
 from noise.verify import Verifier
-from tenant_sdk.model.remote_group import RemoteExecutor
+from tenant_sdk.model.send import RemoteExecutor
 from tests.support.lattice import DEFAULT, FORWARD, Answered, group_of, rows_of, weight_of
 from wire.errors import Unavailable, VerificationFailed
 from wire.frame import Arithmetic, Call, Purpose

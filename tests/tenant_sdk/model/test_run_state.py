@@ -23,8 +23,8 @@ from noise.masks.off import Off
 from noise.scheme import GroupSpec
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.model.run_state import FAILED, NotFiniteWarning, are_finite, check_run, run_states
+from tenant_sdk.model.send import RemoteExecutor
 from tests.support.false_providers import HONEST, Opened
 from tests.support.providers import make_served_model
 from tests.support.spies import before_requests
