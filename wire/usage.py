@@ -67,12 +67,29 @@ def kind_of(call: Call) -> int:
     return 2 if call.purpose is Purpose.EFFECT else 3
 
 
-def num_tokens(call: Call, num_rows: int) -> int:
-    """Returns how many tokens the rows of a request count as: all rows of a forward product of group 0, the first group
-    of the model, through which each token goes once; of any other request none. Rows of padding count too, since they
-    are computed."""
-    is_counted = call.group == 0 and call.direction is Direction.FORWARD and call.purpose is Purpose.PRODUCT
-    return num_rows if is_counted else 0
+class StreamTokens:
+    """Counts the tokens of one stream: the rows of forward products of the layer group that has had most of them on
+    this stream. That group sees each token of each pass, also if a tenant computes other groups itself. Of other
+    requests none count. Rows of padding count too, since they are computed.
+
+    Tenant and provider see the same streams, so both count the same. It is safe under threads.
+    """
+
+    def __init__(self) -> None:
+        """Begins a stream on which nothing has been answered."""
+        self._lock = threading.Lock()
+        self._rows: dict[int, int] = {}
+        self._most = 0
+
+    def add(self, call: Call, num_rows: int) -> int:
+        """Adds an answered request, and returns by how many tokens the count has risen."""
+        if call.direction is not Direction.FORWARD or call.purpose is not Purpose.PRODUCT:
+            return 0
+        with self._lock:
+            rows = self._rows[call.group] = self._rows.get(call.group, 0) + num_rows
+            more = max(0, rows - self._most)
+            self._most += more
+            return more
 
 
 class Usage(BaseModel):
@@ -80,7 +97,7 @@ class Usage(BaseModel):
 
     Attributes:
         requests, rows, tokens: the number of requests that got a reply, of their rows, and of the tokens that these
-            stand for (`num_tokens`), by the name of the request's class or kind.
+            stand for (`StreamTokens`), by the name of the request's class or kind.
         bytes_up, bytes_down: the bytes in the payloads of these requests, and in the payloads of the replies.
         seconds: the tenant's share of the time of products, in seconds; the time of a product that several tenants
             share is split by their rows. Of a small product that is computed beside a large one, the processor time
@@ -204,7 +221,7 @@ class UsageCounter:
             kinds: the names of the kinds by which requests are counted.
             now: returns the Unix time, in seconds.
         """
-        self._kinds, self._now = kinds, now
+        self._kinds, self._now, self._stream = kinds, now, StreamTokens()
         self._lock = threading.Lock()
         self._requests, self._rows, self._tokens = ([0] * len(kinds) for _ in range(3))
         self._bytes_up = self._bytes_down = 0
@@ -222,7 +239,9 @@ class UsageCounter:
         if day != self._day:
             self._earlier, self._begun, self._day = self._days(), self._total(), day
 
-    def answered(self, kind: int, call: Call, num_rows: int, bytes_up: int, bytes_down: int) -> None:
+    def answered(
+        self, kind: int, call: Call, num_rows: int, bytes_up: int, bytes_down: int, stream: StreamTokens | None = None
+    ) -> None:
         """Counts a request that got a reply.
 
         Args:
@@ -230,8 +249,9 @@ class UsageCounter:
             call: its call.
             num_rows: the number of its rows.
             bytes_up, bytes_down: the bytes of its payload and of that of its reply.
+            stream: the tokens of the stream that carried it; None if this counter is of one stream alone.
         """
-        tokens = num_tokens(call, num_rows)
+        tokens = (stream or self._stream).add(call, num_rows)
         with self._lock:
             self._on_this_day()
             self._requests[kind] += 1

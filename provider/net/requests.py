@@ -43,7 +43,7 @@ from wire import frame
 from wire.errors import QuotaExceeded, Unavailable, VeilbaseError, code_of
 from wire.frame import Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS
-from wire.usage import UsageCounter
+from wire.usage import StreamTokens, UsageCounter
 
 MAX_REQUESTS = 1 << 14
 """The most requests of a stream in flight, and the most replies and errors that wait to be sent. A bound on bytes alone
@@ -225,10 +225,10 @@ class RequestTable:
             self.forget(number, by_tenant=by_tenant)
 
 
-def count_reply(usage: UsageCounter, request: Request) -> None:
-    """Counts a request as answered."""
+def count_reply(usage: UsageCounter, stream: StreamTokens, request: Request) -> None:
+    """Counts a request of a stream as answered."""
     asked = request.header
-    usage.answered(request.request_class, asked.call, asked.rows, asked.total_bytes, request.reply_bytes)
+    usage.answered(request.request_class, asked.call, asked.rows, asked.total_bytes, request.reply_bytes, stream)
 
 
 def error_frame(request_id: int, error: VeilbaseError) -> bytes:
@@ -242,15 +242,17 @@ def error_frame(request_id: int, error: VeilbaseError) -> bytes:
 class Outbox:
     """Holds the frames and replies that wait to be sent on one stream."""
 
-    def __init__(self, table: RequestTable, usage: UsageCounter, most_waiting: int = MAX_REQUESTS) -> None:
+    def __init__(
+        self, table: RequestTable, count: Callable[[Request], object], most_waiting: int = MAX_REQUESTS
+    ) -> None:
         """Makes an outbox in which nothing waits to be sent.
 
         Args:
             table: the stream's requests in flight; a request is dropped from the table when its reply is sent.
-            usage: counts the tenant's replies.
+            count: counts a request as answered.
             most_waiting: the number of waiting frames and replies beyond which `is_full` is true.
         """
-        self._table, self._usage, self._most_waiting = table, usage, most_waiting
+        self._table, self._count, self._most_waiting = table, count, most_waiting
         self.notify: Callable[[], None] = lambda: None
         """A function that is called, in any thread, when there may be a new frame to send."""
         self._waiting: deque[bytes | memoryview | Request | None] = deque()
@@ -389,7 +391,7 @@ class Outbox:
         that the tenant never gets its whole reply: then it counts only if the tenant gave it up; see `RequestTable`."""
         if not self._table.forget(request.header.request_id):
             return False
-        count_reply(self._usage, request)
+        self._count(request)
         return True
 
     def _header(self, request: Request) -> Header:

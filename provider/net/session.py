@@ -55,7 +55,7 @@ from wire.gpu_window.memory import Area
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring import widths
 from wire.ring.seeded_rows import Rows
-from wire.usage import UsageCounter
+from wire.usage import StreamTokens, UsageCounter
 
 
 @dataclass(frozen=True)
@@ -197,13 +197,12 @@ class Session:
         self._window, self._refusals = window, refusals or RefusalLog()
         self.tenant = tenant
         self.stream_id = secrets.token_hex(4)
-        self._limits, self._usage = limits, usage
+        self._limits, self._usage, self._tokens = limits, usage, StreamTokens()
+        self._count = functools.partial(count_reply, usage, self._tokens)
         self._check, self._executor, self._refusal = check, executor, refusal
         self._hang_up = hang_up
-        self._table = RequestTable(
-            limits.max_in_flight_bytes, admission, executor.cancel, MAX_REQUESTS, functools.partial(count_reply, usage)
-        )
-        self._outbox = Outbox(self._table, usage, MAX_REQUESTS)
+        self._table = RequestTable(limits.max_in_flight_bytes, admission, executor.cancel, MAX_REQUESTS, self._count)
+        self._outbox = Outbox(self._table, self._count, MAX_REQUESTS)
         self._highest_id = 0
         self._has_greeted = self._is_draining = False
         now = time.monotonic()
@@ -374,7 +373,7 @@ class Session:
             if outcome is True:
                 reply = Header(FrameType.REPLY, header.request_id, call, 1, reply_cols, 0, size)
                 message[: frame.HEADER_BYTES] = reply.pack()
-                self._usage.answered(RequestClass.DECODE, call, 1, header.total_bytes, size)
+                self._usage.answered(RequestClass.DECODE, call, 1, header.total_bytes, size, self._tokens)
                 self._outbox.put(message)
             elif isinstance(outcome, VeilbaseError):
                 self._fail(header.request_id, outcome, is_admitted=False)
@@ -426,7 +425,7 @@ class Session:
             return
         last = frame.reply_in_window(header, request.reply_cols)
         if self._table.forget(header.request_id, then=lambda: self._outbox.append(last)):
-            count_reply(self._usage, request)
+            self._count(request)
             self._outbox.notify()
 
     # ---- faults and ends --------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class PriceList(BaseModel):
     Attributes:
         currency: three capital letters, such as EUR.
         per_gb_up, per_gb_down: the price of bytes in requests, and of bytes in replies.
-        per_million_rows, per_million_tokens: the price of rows, and of tokens (`wire.usage.num_tokens`).
+        per_million_rows, per_million_tokens: the price of rows, and of tokens (`wire.usage.StreamTokens`).
         per_hour: the price of an hour of the time of products (`Usage.seconds`).
     """
 

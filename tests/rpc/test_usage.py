@@ -125,15 +125,21 @@ def test_saved_counts_agree_too(chat: Path, tmp_path: Path) -> None:
     assert [str(day) for day in saved.days] == [status_of(folder)["day"]]
 
 
-def test_tokens_are_rows_of_the_first_group(provider: Provider, tmp_path: Path) -> None:
+def test_tokens_are_counted_whatever_groups_a_tenant_keeps(provider: Provider, chat: Path, tmp_path: Path) -> None:
+    """The second session asks for other groups than the first, also while the provider's process goes on."""
     provider.identity()
     folder = provider.folder / "acme"
-    with TenantClient(provider.url, folder, "off", cache=tmp_path / "cache", progress=False) as client:
-        model = client.load_model()
-        with torch.no_grad():
-            model(torch.arange(11)[None])
-    assert own(folder)["tokens"] == 11
-    assert provider.service.usage.of("acme").total().tokens == {"decode": 11, "prefill": 0, "finetune": 0}
+    for number, keep in enumerate(("attention", "*.mlp.*", None), 1):
+        with TenantClient(
+            provider.url, folder, "off", chat, keep=keep, cache=tmp_path / "cache", progress=False
+        ) as client:
+            model = client.load_model()
+            with torch.no_grad():
+                model(torch.arange(11)[None])
+        assert own(folder)["tokens"] == 11 * number
+        theirs = provider.service.usage.of("acme").total()
+        assert theirs.tokens == {"decode": 11 * number, "prefill": 0, "finetune": 0}
+        assert own(folder) == counted(theirs)
 
 
 def test_refused_requests_and_the_bundle_are_not_counted(

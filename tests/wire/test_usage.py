@@ -8,8 +8,11 @@ import os
 import threading
 from datetime import date, timedelta
 from pathlib import Path
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wire.call import Arithmetic, Call, Direction, Purpose
 from wire.errors import ConfigurationError, WireCode
@@ -18,11 +21,12 @@ from wire.usage import (
     KINDS,
     MOST_DAYS,
     Account,
+    StreamTokens,
     Usage,
     UsageBook,
+    UsageCounter,
     kind_of,
     month_of,
-    num_tokens,
     read_usage_file,
 )
 
@@ -231,11 +235,34 @@ def test_a_forked_child_adds_nothing(tmp_path: Path, book: UsageBook, monkeypatc
     [
         (CALL, "forward", 5),
         (Call(0, Direction.FORWARD, Arithmetic.RING, bits=24, reply_bits=24), "forward", 5),
-        (Call(1, Direction.FORWARD, Arithmetic.RING), "forward", 0),
+        (Call(1, Direction.FORWARD, Arithmetic.RING), "forward", 5),
         (Call(0, Direction.BACKWARD, Arithmetic.RING), "backward", 0),
         (Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT), "hint", 0),
         (Call(0, Direction.FORWARD, Arithmetic.FLOAT, Purpose.EFFECT), "effect", 0),
     ],
 )
-def test_tokens_are_rows_of_forward_products_of_the_first_group(call: Call, kind: str, tokens: int) -> None:
-    assert (KINDS[kind_of(call)], num_tokens(call, 5)) == (kind, tokens)
+def test_tokens_are_rows_of_forward_products(call: Call, kind: str, tokens: int) -> None:
+    assert (KINDS[kind_of(call)], StreamTokens().add(call, 5)) == (kind, tokens)
+
+
+def test_the_group_with_most_rows_of_a_stream_counts() -> None:
+    """A group that a tenant computes itself, or that sees a part of the rows only, does not decide."""
+    counter, first, second = UsageCounter(), StreamTokens(), StreamTokens()
+    calls = [Call(group, Direction.FORWARD, Arithmetic.RING) for group in range(3)]
+    for call, num_rows in ((calls[1], 7), (calls[2], 2), (calls[2], 4), (calls[1], 1), (calls[2], 3)):
+        counter.answered(0, call, num_rows, 1, 1, first)
+    assert counter.total().tokens["forward"] == 9  # group 2 has passed group 1
+    counter.answered(0, calls[0], 4, 1, 1, second)
+    assert counter.total().tokens["forward"] == 13
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9))), st.randoms())
+def test_tokens_do_not_depend_on_the_order_of_replies(answered: list[tuple[int, int]], chance: Random) -> None:
+    """Tenant and provider see the replies of one stream complete in different orders."""
+    shuffled = chance.sample(answered, len(answered))
+    counts = []
+    for order in (answered, shuffled):
+        stream = StreamTokens()
+        counts.append(sum(stream.add(Call(group, Direction.FORWARD, Arithmetic.RING), rows) for group, rows in order))
+    by_group = [sum(rows for group, rows in answered if group == each) for each in range(4)]
+    assert counts == [max(by_group)] * 2

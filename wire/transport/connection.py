@@ -17,7 +17,7 @@ import torch
 from wire.frame import Call
 from wire.manifest import Manifest
 from wire.payload import Payload
-from wire.usage import UsageCounter, kind_of
+from wire.usage import StreamTokens, UsageCounter, kind_of
 
 
 @dataclass
@@ -43,10 +43,10 @@ class Traffic:
             self.bytes_down += down
             self.calls += calls
 
-    def answered(self, call: Call, num_rows: int, up: int, down: int) -> None:
+    def answered(self, call: Call, num_rows: int, up: int, down: int, stream: StreamTokens) -> None:
         """Counts a request whose reply is complete, of `num_rows` rows, in `usage`. `up` and `down` are the bytes of
-        its payload and of that of its reply."""
-        self.usage.answered(kind_of(call), call, num_rows, up, down)
+        its payload and of that of its reply; `stream` has the tokens of the stream that carried it."""
+        self.usage.answered(kind_of(call), call, num_rows, up, down, stream)
 
     def snapshot(self) -> Traffic:
         """Returns a copy of the counts, which later traffic does not change; its `usage` is zero."""

@@ -17,6 +17,7 @@ from wire.payload import Payload
 from wire.ring.seeded_rows import Rows
 from wire.ring.widths import rounded
 from wire.transport.connection import Pending, Traffic
+from wire.usage import StreamTokens
 
 
 class Handler(Protocol):
@@ -54,7 +55,7 @@ class InprocConnection:
             device: where it computes, if not on the CPU: rows that are there are not copied, and their product stays.
         """
         self._handler, self._device = handler, device
-        self.traffic = Traffic()
+        self.traffic, self._tokens = Traffic(), StreamTokens()
 
     def manifest(self) -> Manifest:
         return self._handler.manifest()
@@ -75,7 +76,7 @@ class InprocConnection:
             for kind, cols in ((FrameType.REQUEST, payload.cols), (FrameType.REPLY, reply_cols))
         )
         self.traffic.add(sent, came, 1)
-        self.traffic.answered(call, payload.num_rows, sent, came)
+        self.traffic.answered(call, payload.num_rows, sent, came, self._tokens)
         # A product of shortened rows is exact, and only a reply that has fewer bits than they have is rounded.
         return _Done(reply if call.reply_bits == call.bits else rounded(reply, call.reply_bits))
 

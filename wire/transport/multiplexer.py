@@ -43,6 +43,7 @@ from wire.limits import MAX_DEADLINE_MS, Limits, deadline_s
 from wire.payload import Payload
 from wire.transport.connection import MessageStream, Traffic
 from wire.transport.retry import Retries
+from wire.usage import StreamTokens
 
 if TYPE_CHECKING:
     from wire.gpu_window.memory import Area
@@ -161,7 +162,7 @@ class Multiplexer:
             window: memory that both ends share, for large requests; None if there is none.
         """
         self._window = window
-        self._stream, self._limits, self._traffic = stream, limits, traffic
+        self._stream, self._limits, self._traffic, self._tokens = stream, limits, traffic, StreamTokens()
         self._requests: dict[int, Request] = {}
         # The lock is reentrant: a signal handler may call `close` in a thread that already holds the lock.
         self._lock = threading.RLock()
@@ -443,7 +444,7 @@ class Multiplexer:
         """Counts a request whose reply is complete. Callers must do so before they settle it, so that who waits for the
         reply finds it counted."""
         if request.payload is not None:
-            self._traffic.answered(request.call, request.rows, request.sent_bytes, request.reply_bytes)
+            self._traffic.answered(request.call, request.rows, request.sent_bytes, request.reply_bytes, self._tokens)
 
     def _take_from_window(self, request: Request, area: Area) -> None:
         window = self._window

@@ -16,6 +16,7 @@ from provider.schedule.ticket import RequestClass
 from wire import frame
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES
+from wire.usage import StreamTokens
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 REPLY_COLS = 1024
@@ -29,10 +30,9 @@ class Stream:
 
     def __init__(self) -> None:
         self.usage = UsageCounter(CLASSES)
-        self.table = RequestTable(
-            1 << 30, Admission().of("acme"), lambda request: None, given_up=partial(count_reply, self.usage)
-        )
-        self.outbox = Outbox(self.table, self.usage, most_waiting=4)
+        count = partial(count_reply, self.usage, StreamTokens())
+        self.table = RequestTable(1 << 30, Admission().of("acme"), lambda request: None, given_up=count)
+        self.outbox = Outbox(self.table, count, most_waiting=4)
         self.num_notices = 0
         self.outbox.notify = self._note
 
