@@ -188,6 +188,7 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
 
     from provider.model.load import load
     from provider.model.served_model import ServedModel
+    from provider.model.weight_file import WeightFile
     from provider.model.weights import return_freed_memory, serve_model
     from provider.operations.recording import Recorder
 
@@ -219,6 +220,9 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
     recorder = None
     if settings.record is not None:
         recorder = Recorder(settings.record, served.manifest, settings.record_limit, settings.record_layers)
+    weight_file = None
+    if any(each.weight_bytes_per_day for each in settings.tenant_limits.values()):
+        weight_file = WeightFile(served.groups, parent)  # Here, since other processes may compute.
     num_layers = sum(len(group.info.layers) for group in served.groups)
     _LOGGER.info(
         "serving %d layers in %d groups, %s weights, %.0f MB",
@@ -227,11 +231,13 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
     if ranks is not None:
         from provider.parallel.start import lead
 
-        model = lead(settings, ranks, served, recorder)
+        model: ServedModel = lead(settings, ranks, served, recorder)
         del served  # This rank keeps its own share of the weights.
         return_freed_memory()
-        return model
-    return ServedModel(served, recorder)
+    else:
+        model = ServedModel(served, recorder)
+    model.weight_file = weight_file
+    return model
 
 
 def _make_shards(

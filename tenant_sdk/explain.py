@@ -268,11 +268,16 @@ def _kept(session: Session, plan: Plan) -> str:
     """Returns the text about layers that the tenant computes itself."""
     weights = session.executor.kept
     also = f"; not kept: {session.kept.not_kept()}" if session.kept.shared else ""
+    shows = "which they are shows, since they are never called"
+    source = f"from {plan.verify}"
+    if plan.verify is None:
+        source = "from weights that the provider chose and gave away, which nothing checks"
+        shows = "which they are shows, since their weights are asked for once and they are never called"
     return (
         f"{len(weights.groups)} of {len(session.manifest.groups)} layer groups ({', '.join(plan.keep)}) are computed "
-        f"here from {plan.verify}, by {_size(weights.num_bytes)} of int8 weights in memory: their rows are not "
-        "sent, and there are no masks, hints or checks of replies for them; which they are shows, since they are never "
-        f"called, whatever the text, the data or the adapter{also}"
+        f"here {source}, by {_size(weights.num_bytes)} of int8 weights in memory: their rows are not "
+        f"sent, and there are no masks, hints or checks of replies for them; {shows}, whatever the text, the data or "
+        f"the adapter{also}"
     )
 
 

@@ -1,5 +1,5 @@
-"""This module decides which base layers the tenant computes itself, from its own checkpoint, in place of sending their
-rows to the provider (`TenantClient(keep=...)`, docs/keep.md).
+"""This module decides which base layers the tenant computes itself, from its own checkpoint or from weights that the
+provider gives away, in place of sending their rows to the provider (`TenantClient(keep=...)`, docs/keep.md).
 
 Guarantees: the choice depends on the tenant's setting and on names in the provider's manifest, and on nothing else, so
 what a provider sees of it is the same for every text, adapter and data set. A name that no layer has is refused, and
@@ -55,15 +55,16 @@ class Kept:
         return manifest.model_copy(update={"groups": groups})
 
 
-def read_keep(keep: str | Sequence[str] | None, is_verified: bool) -> tuple[str, ...]:
+def read_keep(keep: str | Sequence[str] | None, can_be_had: bool) -> tuple[str, ...]:
     """Returns the items of the option `keep`, which a text separates by commas.
 
     Args:
         keep: `attention`, `lower:N` or patterns of layer names, as a text or a list; None for no layers.
-        is_verified: whether the tenant names a checkpoint of its own.
+        can_be_had: whether the weights can be had at all: from a checkpoint of the tenant's own, or from a provider
+            that may give them away.
 
     Raises:
-        ConfigurationError: the option is no text or list of texts, an item is impossible, or there is no checkpoint.
+        ConfigurationError: the option is no text or list of texts, an item is impossible, or the weights cannot be had.
     """
     if keep is None:
         return ()
@@ -76,9 +77,10 @@ def read_keep(keep: str | Sequence[str] | None, is_verified: bool) -> tuple[str,
         number = _LOWER.fullmatch(item)
         if not item or (is_lower and (number is None or int(number[1]) == 0)):
             raise ConfigurationError(f"keep (--keep) is {_FORMS}, got {item[:_MOST_CHARACTERS]!a}")
-    if items and not is_verified:
+    if items and not can_be_had:
         raise ConfigurationError(
-            "keep= (--keep) computes layers here from your own checkpoint: name it with verify= (--verify)"
+            "keep= (--keep) computes layers here: name your own checkpoint with verify= (--verify), or fetch the "
+            "weights by a grpcs:// URL; an ipc: URL carries none"
         )
     return items
 

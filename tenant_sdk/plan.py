@@ -202,7 +202,7 @@ def make_plan(
         device=(chosen := _device(device)),
         mask_device=mask_device_of(chosen, urls, trust_same_gpu),
         window_device=chosen if chosen.type == "cuda" and trust_same_gpu else None,
-        keep=read_keep(keep, verify is not None),
+        keep=read_keep(keep, _has_weights(urls, verify)),
     )
 
 
@@ -240,7 +240,7 @@ def check_early(
             read_address(url, identity is not None)
     _check_peer_uid(urls, peer_uid)
     _accepted(accept_changes)
-    read_keep(keep, verify is not None)
+    read_keep(keep, _has_weights(urls, verify))
     bucket_tokens(False if pad_rows is None else pad_rows)
     for what, name in (("checkpoint", verify), ("tokenizer", tokenizer)):
         if name is not None:
@@ -248,6 +248,11 @@ def check_early(
     for url in urls:
         if url.startswith(INPROC):
             _check_there("model", url.removeprefix(INPROC).partition("?")[0])
+
+
+def _has_weights(urls: Sequence[str], verify: str | Path | None) -> bool:
+    """Returns whether kept layers can have weights: from the tenant's checkpoint, or from the first provider."""
+    return verify is not None or not any(url.startswith(ipc.SCHEME) for url in urls[:1])
 
 
 def _check_there(what: str, name: str) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -41,6 +41,7 @@ from tenant_sdk.trust.bundle import default_cache, fetch_bundle
 from tenant_sdk.trust.compare import check_manifest_config
 from tenant_sdk.trust.config_rules import check_rows_are_padded
 from tenant_sdk.trust.pins import Pins, canonical_digests, spoken
+from tenant_sdk.trust.weights import fetch_weights, weights_digest
 from tenant_sdk.usage import OwnUsage
 from tenant_sdk.warn import users_line
 from wire.errors import ConfigurationError
@@ -171,6 +172,9 @@ def open_session(
 
                 found = _compare(plan, connections[0], manifest, report, own_weights, verifier, kept)
         weights = None if found is None else found.kept
+        if found is None and kept.groups:
+            with told_if_slow("fetching the weights of layers that are kept", say):
+                weights = _fetch_kept(plan, connections[0], manifest, kept)
         executor = RemoteExecutor(connections, scheme, manifest.limits, verifier, weights)
         if found is not None:
             with executor.in_session():
@@ -228,15 +232,37 @@ def open_bundle(plan: Plan, session: Session) -> Path:
         current = canonical_digests(folder, manifest)
         if session.tokenizer_source is not None:  # the unused tokenizer and template may change
             current = {part: current[part] for part in ("model", "config")}
-        provider, pins = _pinned_as(plan), Pins(plan.identities[0] or plan.cache or default_cache())
-        # The pins are kept under the URL, too. Under the model's name alone, a provider that renames its model would
-        # have no pins.
-        keys = (f"{provider} at {_place(plan.urls[0])}", f"{provider} serving {manifest.model_id}")
-        changed = {part for key in keys for part in pins.check(key, current, plan.accepted_changes)}
-        if changed:
-            accepted = f"accepted: the provider's {spoken(sorted(changed))} changed since first use"
-            warnings.warn(accepted, AcceptedChangeWarning, stacklevel=users_line())
+        _check_pins(plan, manifest, current)
     return folder
+
+
+def _check_pins(plan: Plan, manifest: Manifest, current: Mapping[str, str]) -> None:
+    """Compares digests of what an unverified provider over the network offers with those of first use.
+
+    Raises:
+        ProviderChanged: a part has changed, which the tenant does not accept.
+        ConfigurationError: the pins are damaged or cannot be written.
+    """
+    provider, pins = _pinned_as(plan), Pins(plan.identities[0] or plan.cache or default_cache())
+    # The pins are kept under the URL, too. Under the model's name alone, a provider that renames its model would have
+    # no pins.
+    keys = (f"{provider} at {_place(plan.urls[0])}", f"{provider} serving {manifest.model_id}")
+    changed = {part for key in keys for part in pins.check(key, current, plan.accepted_changes)}
+    if changed:
+        accepted = f"accepted: the provider's {spoken(sorted(changed))} changed since first use"
+        warnings.warn(accepted, AcceptedChangeWarning, stacklevel=users_line())
+
+
+def _fetch_kept(plan: Plan, connection: Connection, manifest: Manifest, kept: Kept) -> KeptWeights:
+    """Returns the weights of the groups that the tenant keeps, from a provider that is not verified.
+
+    Raises:
+        VeilbaseError: the provider gives none, or other ones than at first use; see `fetch_weights`.
+    """
+    if not plan.urls[0].startswith(embedded.SCHEME):
+        _check_pins(plan, manifest, {"weights": weights_digest(manifest)})
+    folder, cache = fetch_bundle(connection, manifest, plan.cache), plan.cache or default_cache()
+    return KeptWeights(fetch_weights(connection, manifest, folder, kept.groups, cache))
 
 
 def _pinned_as(plan: Plan) -> str:
@@ -315,6 +341,11 @@ def _arithmetic(plan: Plan, setting: Setting) -> str:
     chosen = choose_arithmetic(plan.mask, plan.arithmetic, setting)
     if plan.verify is not None and chosen == "float":
         raise ConfigurationError("verify= needs ring arithmetic: floating-point replies cannot be checked exactly")
+    if plan.keep and chosen == "float":
+        raise ConfigurationError(
+            "keep= (--keep) needs ring arithmetic, in which layers are computed here: choose arithmetic='ring', or "
+            "another mask than gaussian-pool"
+        )
     return chosen
 
 

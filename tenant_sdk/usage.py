@@ -130,6 +130,7 @@ def _shown(usage: Usage) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "requests": sum(usage.requests.values()), "rows": sum(usage.rows.values()),
         "tokens": sum(usage.tokens.values()), "bytes_up": usage.bytes_up, "bytes_down": usage.bytes_down,
+        "weight_bytes": usage.weight_bytes,
     }  # fmt: skip
     kinds = {kind: {"requests": usage.requests.get(kind, 0), "rows": usage.rows.get(kind, 0)} for kind in KINDS}
     return {**shown, "by_kind": kinds}
@@ -156,6 +157,7 @@ def _text(known: dict[str, Any]) -> str:
         return "\n".join([*lines, "used      nothing is counted yet; counts are saved once a minute\n"])
     periods = {f"today, {day}": "today", f"month, {day[:7]}": "this_month", "in total": "total"}
     rows = [known[each] for each in periods.values()]
-    numbers = [(name.replace("_", " "), [f"{row[name]:,}" for row in rows]) for name in rows[0] if name != "by_kind"]
+    names = [name for name in rows[0] if name != "by_kind" and (name != "weight_bytes" or known["total"][name])]
+    numbers = [(name.replace("_", " "), [f"{row[name]:,}" for row in rows]) for name in names]
     columns = [("used", list(periods)), *numbers]
     return "\n".join([*lines, "", aligned(columns, 1)])

@@ -26,8 +26,8 @@ class Arithmetic(IntEnum):
 
 class Purpose(IntEnum):
     """Says which product is requested. PRODUCT adds the bias if the arithmetic is FLOAT; EFFECT leaves the bias out;
-    HINT is for RING only and multiplies rows that the provider expands from a seed. WEIGHTS is reserved for a provider
-    that gives away its weights; none does, and it is answered as a layer that is not there."""
+    HINT is for RING only and multiplies rows that the provider expands from a seed. WEIGHTS is reserved, and is
+    answered as a layer that is not there: weights are fetched by a call of their own (wire/SPEC.md, section 2)."""
 
     PRODUCT = 0
     EFFECT = 1

@@ -19,6 +19,8 @@ MAX_BUNDLE_FILES = 32
 MAX_TEXT_FILE_BYTES = 128 * MIB
 """The most bytes of a config or tokenizer file, 128 MiB. Such a file is read into memory whole; a safetensors file is
 not."""
+GROUP_BYTES = 4
+"""The bytes of a group's number in a request for its weight (wire/SPEC.md, section 2)."""
 MAX_FEATURES = 1 << 22
 MAX_GROUPS = 1 << 16
 MAX_DEADLINE_MS = 3_600_000

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, mo
 from pydantic_core import from_json
 
 from wire.errors import MalformedFrame, VersionMismatch
-from wire.frame import PROTOCOL_VERSION, Direction
+from wire.frame import ITEM_BYTES, PROTOCOL_VERSION, Direction
 from wire.limits import (
     MAX_BUNDLE_BYTES,
     MAX_BUNDLE_FILES,
@@ -98,6 +98,11 @@ class GroupInfo(_Shape):
     id: int = Field(ge=0, lt=MAX_GROUPS)
     name: str = _Name
     layers: Annotated[tuple[LayerInfo, ...], FailFast()] = Field(min_length=1, max_length=256)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Returns the bytes of W̃ and α, of which the digest is made."""
+        return self.out_features * (self.in_features + ITEM_BYTES)
 
     @model_validator(mode="after")
     def _layers_add_up(self) -> GroupInfo:

@@ -3,8 +3,9 @@ provider counts all its tenants with it, and a tenant counts itself, so that the
 
 What both count is the same: a request counts once its reply is complete, with its rows and with the bytes of both
 payloads, packed as they cross. So neither headers and handshakes, nor the manifest and the bundle, nor requests that
-are refused, cancelled or too late count. A request that is sent again after a refusal counts once. The provider alone
-also counts a request that the tenant gives up after a part of its reply has gone out (provider/net/requests.py).
+are refused, cancelled or too late count. A request that is sent again after a refusal counts once. The weight of a
+group counts, as bytes, once all of it has come. The provider alone also counts a request that the tenant gives up
+after a part of its reply has gone out (provider/net/requests.py), and the part of a weight that was sent.
 
 Guarantees: saved counts survive a crash, since the file is replaced as a whole, with mode 0600, and synced to disk.
 Processes that share a file add to the same counts. A file that cannot be read is an error, and does not count as empty.
@@ -99,6 +100,7 @@ class Usage(BaseModel):
         requests, rows, tokens: the number of requests that got a reply, of their rows, and of the tokens that these
             stand for (`StreamTokens`), by the name of the request's class or kind.
         bytes_up, bytes_down: the bytes in the payloads of these requests, and in the payloads of the replies.
+        weight_bytes: the bytes of weights that were fetched, which `bytes_down` has too.
         seconds: the tenant's share of the time of products, in seconds; the time of a product that several tenants
             share is split by their rows. Of a small product that is computed beside a large one, the processor time
             counts. 0 where a tenant counts itself.
@@ -113,6 +115,7 @@ class Usage(BaseModel):
     tokens: dict[str, _Count] = Field(default_factory=dict)
     bytes_up: _Count = 0
     bytes_down: _Count = 0
+    weight_bytes: _Count = 0
     seconds: float = Field(default=0.0, ge=0, le=1e12, allow_inf_nan=False)
     errors: dict[str, _Count] = Field(default_factory=dict)
 
@@ -126,6 +129,7 @@ class Usage(BaseModel):
             tokens=_sum(self.tokens, more.tokens, sign),
             bytes_up=self.bytes_up + sign * more.bytes_up,
             bytes_down=self.bytes_down + sign * more.bytes_down,
+            weight_bytes=self.weight_bytes + sign * more.weight_bytes,
             seconds=max(0.0, self.seconds + sign * more.seconds),
             errors=_sum(self.errors, more.errors, sign),
         )
@@ -134,7 +138,7 @@ class Usage(BaseModel):
     def is_zero(self) -> bool:
         """Returns whether nothing was counted."""
         counts = (*self.requests.values(), *self.errors.values())
-        return not any(counts) and not self.seconds
+        return not any(counts) and not self.seconds and not self.weight_bytes
 
 
 def _sum(one: dict[str, int], other: dict[str, int], sign: int) -> dict[str, int]:
@@ -224,7 +228,7 @@ class UsageCounter:
         self._kinds, self._now, self._stream = kinds, now, StreamTokens()
         self._lock = threading.Lock()
         self._requests, self._rows, self._tokens = ([0] * len(kinds) for _ in range(3))
-        self._bytes_up = self._bytes_down = 0
+        self._bytes_up = self._bytes_down = self._weight_bytes = 0
         self._seconds = 0.0
         self._errors: Counter[str] = Counter()
         self._day = int(now()) // DAY_S
@@ -260,6 +264,13 @@ class UsageCounter:
             self._bytes_up += bytes_up
             self._bytes_down += bytes_down
 
+    def fetched(self, num_bytes: int) -> None:
+        """Counts bytes of weights that the tenant fetched."""
+        with self._lock:
+            self._on_this_day()
+            self._bytes_down += num_bytes
+            self._weight_bytes += num_bytes
+
     def computed(self, seconds: float) -> None:
         """Adds the tenant's share of the time that a product took to compute, in seconds, to its usage."""
         with self._lock:
@@ -283,6 +294,7 @@ class UsageCounter:
             tokens=dict(zip(self._kinds, self._tokens, strict=True)),
             bytes_up=self._bytes_up,
             bytes_down=self._bytes_down,
+            weight_bytes=self._weight_bytes,
             seconds=self._seconds,
             errors=dict(self._errors),
         )
@@ -396,6 +408,18 @@ class UsageBook:
     def _all(self) -> list[tuple[str, UsageCounter]]:
         with self._lock:
             return list(self._counters.items())
+
+    def weights_saved(self, tenant: str, day: int) -> int:
+        """Returns how many bytes of weights the file says that a tenant fetched on a day, by the day's number since
+        1970; 0 without a file.
+
+        Raises:
+            ConfigurationError: the file cannot be read.
+        """
+        if self._path is None:
+            return 0
+        days = read_usage_file(self._path).tenants.get(tenant, Account()).days
+        return days.get(_EPOCH + timedelta(days=day), Usage()).weight_bytes
 
     def totals(self) -> dict[str, Usage]:
         """Returns the totals since the start, by tenant's name."""

@@ -167,6 +167,9 @@ class _Recorded:
     def read_file(self, file_name: str) -> Iterator[bytes]:
         return self.served_model.read_file(file_name)
 
+    def read_weights(self, group: int) -> Iterator[bytes]:
+        return self.served_model.read_weights(group)
+
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         reply = self.served_model.compute(call, rows)
         self.served_model.record("victim", call, rows, reply)

@@ -61,6 +61,10 @@ class HonestOffer:
         """Returns a file of the honest bundle, in chunks."""
         return self.served_model.read_file(file_name)
 
+    def read_weights(self, group: int) -> Iterator[bytes]:
+        """Returns the honest weight of a group, in chunks."""
+        return self.served_model.read_weights(group)
+
 
 class HostileBundle:
     """Plays a provider that is honest except for its bundle, and notes the number of rows of every request.
@@ -106,6 +110,10 @@ class HostileBundle:
     def read_file(self, file_name: str) -> Iterator[bytes]:
         """Returns a bundle file as it is now, in one chunk."""
         yield self.files[file_name]
+
+    def read_weights(self, group: int) -> Iterator[bytes]:
+        """Returns the honest weight of a group, in chunks."""
+        return self._honest.read_weights(group)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """Returns the honest product, and notes how many rows the request has."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from provider.engine import products
+from provider.model.weight_file import WeightFile, group_bytes
 from provider.model.weights import PreparedModel, return_freed_memory
-from wire.errors import RemoteFault, VeilbaseError
+from wire.errors import RemoteFault, UnknownLayer, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.manifest import Manifest
 from wire.ring.seeded_rows import Rows
@@ -41,12 +42,27 @@ class ServedModel:
         is the normal case, nothing is recorded."""
         self.served = served
         self._recorder = recorder
+        self.weight_file: WeightFile | None = None
+        """The weights for tenants that may fetch them; None reads those of this process."""
 
     def manifest(self) -> Manifest:
         return self.served.manifest
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
         return self.served.bundle.read(file_name)
+
+    def read_weights(self, group: int) -> Iterator[bytes]:
+        """Returns the chunks of the weight of a group that the manifest has, for a tenant that may fetch it; see
+        `provider.model.weight_file`.
+
+        Raises:
+            UnknownLayer: the weights are not in this process, and were not written down for tenants.
+        """
+        if self.weight_file is not None:
+            return self.weight_file.read(group)
+        if group >= len(self.served.groups):
+            raise UnknownLayer("the weights are elsewhere")
+        return map(bytes, group_bytes(self.served.groups[group]))
 
     def check(self, call: Call, cols: int) -> int:
         return products.check_call(self.served, call, cols)
@@ -111,6 +127,8 @@ class ServedModel:
         return_freed_memory()
 
     def close(self) -> None:
+        if self.weight_file is not None:
+            self.weight_file.close()
         if self._recorder is not None:
             self._recorder.close()
 

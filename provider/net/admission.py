@@ -23,7 +23,15 @@ from typing import NamedTuple
 from provider.identity.authority import InvalidPeerCertificate, PeerIdentity, peer_identity
 from provider.identity.revocations import RegistryUnreadable, RevocationList
 from provider.operations.logs import RefusalLog
-from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, Quota, SharedRoom, TenantLimits
+from provider.schedule.quota import (
+    EVERYBODY,
+    LOCAL_TENANT,
+    MAX_IN_FLIGHT_BYTES,
+    DailyBytes,
+    Quota,
+    SharedRoom,
+    TenantLimits,
+)
 from provider.schedule.ticket import RequestClass
 from wire.errors import REVOKED, LimitExceeded, NotPermitted, QuotaExceeded, Unauthenticated, WireCode
 from wire.limits import MAX_RETRY_S, Limits
@@ -156,6 +164,7 @@ class TenantAdmission:
         self.limits, self._room = limits, room
         self._lock = threading.Lock()
         self._quota: Quota | None = None
+        self._weights = DailyBytes(limits.weight_bytes_per_day)
         self.num_decode = 0
         """The number of the tenant's requests in flight that count as decode."""
         self._trained_at_s = float("-inf")
@@ -193,6 +202,23 @@ class TenantAdmission:
             self.num_decode += wait_s == 0 and request_class is RequestClass.DECODE
         if wait_s > 0:
             raise QuotaExceeded("more at once than this tenant may send", min(wait_s, MAX_RETRY_S))
+
+    def admit_weights(self, num_bytes: int, day: int, taken_before: Callable[[], int]) -> None:
+        """Admits a fetch of weights, whose bytes are taken from the day's quota whether they all arrive or not.
+
+        Args:
+            num_bytes, day, taken_before: see `DailyBytes.take`.
+
+        Raises:
+            NotPermitted: the tenant may fetch no weights.
+            QuotaExceeded: the bytes are more than the day has left.
+        """
+        if not self.limits.weight_bytes_per_day:
+            raise NotPermitted("this tenant may fetch no weights")
+        with self._lock:
+            is_admitted = self._weights.take(num_bytes, day, taken_before)
+        if not is_admitted:
+            raise QuotaExceeded("more bytes of weights than this tenant may fetch in a day")
 
     def is_training(self, now_s: float) -> bool:
         """Returns whether the tenant sent a gradient in the last `TRAINING_S` seconds, on any stream."""

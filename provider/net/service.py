@@ -1,6 +1,6 @@
-"""Implements what a provider does for the calls of its tenants, each with its access check: three gRPC methods (the
-manifest, a file of the bundle, and a stream), the streams of the tensor port, and the calls of tenants on the
-provider's own host.
+"""Implements what a provider does for the calls of its tenants, each with its access check: four gRPC methods (the
+manifest, a file of the bundle, a group's weight, and a stream), the streams of the tensor port, and the calls of
+tenants on the provider's own host.
 
 A tenant on the provider's own host may ask for the manifest or a file in place of a stream, by its first frame
 (wire/SPEC.md, section 3).
@@ -36,6 +36,7 @@ from provider.operations.metrics import Meter
 from provider.operations.usage import UsageBook
 from provider.shards.router import Shard, ShardedExecutor
 from wire.errors import (
+    ConfigurationError,
     NotPermitted,
     ProtocolError,
     QuotaExceeded,
@@ -45,12 +46,13 @@ from wire.errors import (
     VeilbaseError,
     WireCode,
 )
-from wire.limits import CHUNK_BYTES, RETRY_METADATA, Limits, deadline_s
+from wire.limits import CHUNK_BYTES, GROUP_BYTES, RETRY_METADATA, Limits, deadline_s
 from wire.transport.busy_poll import MOST_S, BusyPoll
 from wire.transport.ipc.clear_socket import ClearSocket
 from wire.transport.ipc.fetch import asked_name, data_frames
 from wire.transport.ipc.window import answer, asked_window
 from wire.transport.message_socket import MessageSocket
+from wire.usage import DAY_S
 
 
 def wanted_file(connection: MessageSocket) -> str | None:
@@ -132,6 +134,8 @@ _MOST_NAMES = 20
 _TOO_MANY_CALLS = "it has too many calls open"
 _NO_FILE = "it asked for a file that the bundle does not have"
 _UNREADABLE_CALL = "its call cannot be read"
+_NO_WEIGHTS = "it asked for weights, which it may not fetch (weight_bytes_per_day)"
+_NO_MORE_WEIGHTS = "it asked for more weights than it may fetch in a day, or its usage cannot be read"
 _NO_ROOM = "there is no room for what it asked for"
 _STATUS = {
     Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),
@@ -250,6 +254,7 @@ class ProviderService:
             {
                 "Manifest": grpc.unary_stream_rpc_method_handler(self._send_manifest),
                 "Bundle": grpc.unary_stream_rpc_method_handler(self._send_file),
+                "Weights": grpc.unary_stream_rpc_method_handler(self._send_weights),
                 "Stream": grpc.stream_stream_rpc_method_handler(self._serve_stream),
             },
         )
@@ -274,6 +279,39 @@ class ProviderService:
             self._refusals.add(tenant, _NO_FILE)
             context.abort(grpc.StatusCode.NOT_FOUND, "no such file in the bundle")
         yield from chunks
+
+    def _send_weights(self, request: bytes, context: Any) -> Iterator[bytes]:
+        """Sends the weight of one group to a tenant that may fetch it, and counts what was sent."""
+        tenant = self._enter(context)
+        usage = self.usage.of(tenant)
+        chunks = self._weights_for(tenant, request, context)
+        num_sent = 0
+        try:
+            for chunk in chunks:
+                yield chunk
+                num_sent += len(chunk)
+        finally:
+            usage.fetched(num_sent)
+
+    def _weights_for(self, tenant: str, request: bytes, context: Any) -> Iterator[bytes]:
+        """Returns the chunks of the weight that a tenant asks for; ends the RPC if the tenant may not have it."""
+        groups, number = self._model.manifest().groups, int.from_bytes(request, "little")
+        if len(request) != GROUP_BYTES or number >= len(groups):
+            self._refusals.add(tenant, _UNREADABLE_CALL)
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no such group")
+        day = int(time.time()) // DAY_S
+        try:
+            chunks = self._model.read_weights(number)
+            self._admission.of(tenant).admit_weights(
+                groups[number].weight_bytes, day, lambda: self.usage.weights_saved(tenant, day)
+            )
+        except (NotPermitted, UnknownLayer):
+            self._refusals.add(tenant, _NO_WEIGHTS)
+            context.abort(grpc.StatusCode.NOT_FOUND, "no weights for this tenant")
+        except (QuotaExceeded, ConfigurationError):  # Without the usage file nobody knows what is left.
+            self._refusals.add(tenant, _NO_MORE_WEIGHTS)
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more weights today")
+        return chunks
 
     def _serve_stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         access = self._admit(context)

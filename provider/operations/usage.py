@@ -205,6 +205,8 @@ class Report:
         columns: list[tuple[str, list[str]]] = [*named, ("tenant", [each.tenant for each in self.periods])]
         num_names = len(columns)
         rows = [_plain(each.usage) for each in self.periods]
+        if not any(row["weight_bytes"] for row in rows):
+            rows = [{name: number for name, number in row.items() if name != "weight_bytes"} for row in rows]
         columns += [(name.replace("_", " "), [f"{row[name]:,}" for row in rows]) for name in rows[0]]
         columns += [(titles[name], [f"{cost[name]:,}" for cost in costs]) for name in titles]
         if len(rows) > 1:
@@ -247,7 +249,7 @@ def _plain(usage: Usage) -> dict[str, int | Decimal]:
     return {
         "requests": sum(usage.requests.values()), "rows": sum(usage.rows.values()),
         "tokens": sum(usage.tokens.values()), "bytes_up": usage.bytes_up, "bytes_down": usage.bytes_down,
-        "seconds": Decimal(_seconds(usage)), "errors": sum(usage.errors.values()),
+        "seconds": Decimal(_seconds(usage)), "errors": sum(usage.errors.values()), "weight_bytes": usage.weight_bytes,
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
@@ -43,6 +44,8 @@ class TenantLimits(BaseModel):
         max_rows_in_flight, max_in_flight_bytes: the most rows and bytes of the tenant's unfinished requests, over all
             its streams.
         classes: the classes of work that the tenant may send; given as a list of names.
+        weight_bytes_per_day: the most bytes of the model's int8 weights that the tenant may fetch in a UTC day
+            (wire/SPEC.md, section 2); with 0 it may fetch none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,6 +57,7 @@ class TenantLimits(BaseModel):
     max_rows_in_flight: int | None = Field(default=None, ge=1)
     max_in_flight_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
     classes: Annotated[frozenset[RequestClass], BeforeValidator(_by_name)] = frozenset(RequestClass)
+    weight_bytes_per_day: ByteSize = Field(default=ByteSize(0), ge=0)
 
 
 class TokenBucket:
@@ -77,6 +81,32 @@ class TokenBucket:
     def take(self, amount: float) -> None:
         """Takes an amount from the bucket; callers must first get 0 from `retry_s`."""
         self._level -= amount
+
+
+class DailyBytes:
+    """Bounds the bytes that one tenant may take in a UTC day. It is not safe under threads."""
+
+    def __init__(self, most: int) -> None:
+        """Starts on no day. `most` is the most bytes of a day."""
+        self._most = most
+        self._day: int | None = None
+        self._taken = 0
+
+    def take(self, num_bytes: int, day: int, taken_before: Callable[[], int]) -> bool:
+        """Takes bytes and returns True; returns False and takes nothing if they are more than the day has left.
+
+        Args:
+            num_bytes: the bytes to take.
+            day: the number of the UTC day since 1970.
+            taken_before: returns how many bytes were taken on this day before this object was made; asked once.
+        """
+        if day != self._day:
+            self._taken = taken_before() if self._day is None else 0
+            self._day = day
+        if self._taken + num_bytes > self._most:
+            return False
+        self._taken += num_bytes
+        return True
 
 
 class SharedRoom:

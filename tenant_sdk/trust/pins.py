@@ -1,5 +1,5 @@
-"""This module pins a provider's model name, tokenizer, chat template and config: it keeps the digests that these have
-at first use.
+"""This module pins a provider's model name, tokenizer, chat template and config, and its weights if the tenant fetches
+some: it keeps the digests that these have at first use.
 
 A provider that is not verified could change these parts before each session, and learn more about the tenant's
 texts from the row counts of each session. So they are pinned when a tenant first uses a model. A changed part is
@@ -33,6 +33,7 @@ PARTS = {
     "tokenizer": "tokenizer",
     "template": "chat template",
     "config": "config",
+    "weights": "weights",
 }
 """The words for each pinned part in error texts, by the part's name in `accept_changes`."""
 _TOKENIZER_FILES = (
@@ -46,7 +47,7 @@ _TEMPLATE_KEY = "chat_template"
 
 
 def canonical_digests(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Returns the SHA-256 digest, in hex, of the canonical value of each part, by the names of `PARTS`.
+    """Returns the SHA-256 digest, in hex, of the canonical value of each part of the bundle, by its name in `PARTS`.
 
     Args:
         folder: the bundle's folder.
@@ -181,7 +182,7 @@ def spoken(parts: Sequence[str]) -> str:
 def _refusal(parts: Sequence[str]) -> str:
     flags = " ".join(f"--accept-change {part}" for part in parts)
     remedy = "verify= (--verify)"
-    if not {"model", "config"} & set(parts):  # a named tokenizer replaces the other parts
+    if not {"model", "config", "weights"} & set(parts):  # a named tokenizer replaces the other parts
         remedy = f"tokenizer= (--tokenizer) or {remedy}"
     return (
         f"the provider's {spoken(parts)} changed since first use, and nothing was sent: ask its operator whether that "

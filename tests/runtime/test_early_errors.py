@@ -87,7 +87,8 @@ CONNECTION: Mapping[str, Values] = {
     "--hints": (("locl", "hints"), ("local", "needs")),
     "--pool": (("dsk", "pool"),),
     "--keep": (
-        ("attention", "--verify"), (("--keep", "lower:0", "--verify", "checkpoint"), "keep (--keep) is"),
+        (("--keep", "attention", "--url", "ipc:nowhere", "--identity", "acme"), "an ipc: URL carries none"),
+        (("--keep", "lower:0", "--verify", "checkpoint"), "keep (--keep) is"),
         (("--keep", "attention,,", "--verify", "checkpoint"), "keep (--keep) is"),
     ),
     "--precision": (("exct", "precision"), (("--precision", "short", "--verify", "checkpoint"), "verify")),

@@ -51,7 +51,7 @@ def test_today_this_month_and_all_are_told_apart(folder: Path) -> None:
     known = status_of(folder, date(2026, 7, 2))
     assert [known[each]["rows"] for each in ("today", "this_month", "total")] == [20, 40, 80]
     assert known["today"] == {
-        "requests": 1, "rows": 20, "tokens": 2, "bytes_up": 3000, "bytes_down": 4,
+        "requests": 1, "rows": 20, "tokens": 2, "bytes_up": 3000, "bytes_down": 4, "weight_bytes": 0,
         "by_kind": {
             "forward": {"requests": 1, "rows": 20},
             **{kind: {"requests": 0, "rows": 0} for kind in ("backward", "effect", "hint")},

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from wire.frame import Call
-from wire.manifest import Manifest
+from wire.manifest import GroupInfo, Manifest
 from wire.payload import Payload
 from wire.usage import StreamTokens, UsageCounter, kind_of
 
@@ -52,6 +52,13 @@ class Traffic:
         """Returns a copy of the counts, which later traffic does not change; its `usage` is zero."""
         with self._lock:
             return Traffic(self.bytes_up, self.bytes_down, self.calls)
+
+
+NO_WEIGHTS = (
+    "this provider gives this tenant no weights: name a checkpoint of your own (verify=, --verify), or ask the "
+    "provider's operator for weight_bytes_per_day"
+)
+"""The text of the error if a provider gives no weights, or is of a release that gives none to anybody."""
 
 
 class MessageStream(Protocol):
@@ -124,6 +131,16 @@ class Connection(Protocol):
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
         """Yields the chunks of one file of the bundle (the model's files without the base layers' weights)."""
+        ...
+
+    def fetch_weights(self, group: GroupInfo) -> Iterator[bytes]:
+        """Yields the chunks of a group's weight, never more bytes than the manifest announced: W̃ in row-major order,
+        one byte a number, then α as little-endian float32. Nothing of it is checked here.
+
+        Raises:
+            NotPermitted: the provider gives this tenant no weights.
+            QuotaExceeded: the provider gives this tenant no more weights today.
+        """
         ...
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:

@@ -47,6 +47,7 @@ from wire.transport.identity import TlsIdentity
 STREAM_METHOD = "/veilbase.v1.Provider/Stream"
 MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
+WEIGHTS_METHOD = "/veilbase.v1.Provider/Weights"
 _PROBE_S = 3.0
 """How long the connection may take that finds out why no provider was reached."""
 NAMES_S = 1.0

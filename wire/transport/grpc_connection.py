@@ -16,20 +16,21 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 import grpc
 
-from wire.errors import MalformedFrame, TransportError, Unavailable
-from wire.limits import MAX_MANIFEST_BYTES, deadline_s
-from wire.manifest import Manifest, parse_manifest
+from wire.errors import MalformedFrame, NotPermitted, QuotaExceeded, TransportError, Unavailable, VeilbaseError
+from wire.limits import GROUP_BYTES, MAX_MANIFEST_BYTES, deadline_s
+from wire.manifest import GroupInfo, Manifest, parse_manifest
 from wire.transport import tls
-from wire.transport.connection import MessageStream
+from wire.transport.connection import NO_WEIGHTS, MessageStream
 from wire.transport.grpc_channel import (
     BUNDLE_METHOD,
     MANIFEST_METHOD,
     STREAM_METHOD,
+    WEIGHTS_METHOD,
     check_name,
     open_channel,
     translate_status,
@@ -41,7 +42,22 @@ from wire.transport.retry import with_jitter
 from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamConnection
 
 CONNECT_TIMEOUT_S = 20.0
+_NOT_GIVEN = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+"""How a provider refuses weights: to this tenant, or to all since it is of an earlier release."""
 _LOGGER = logging.getLogger(__name__)
+
+
+def _no_weights(exc: grpc.RpcError) -> VeilbaseError | None:
+    """Returns the error if a provider gives no weights, or no more today; None for another status."""
+    code = exc.code() if hasattr(exc, "code") else None
+    if code in _NOT_GIVEN:
+        return NotPermitted(NO_WEIGHTS)
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return QuotaExceeded(
+            "the provider gives this tenant no more weights today: keep fewer layers, try again tomorrow (UTC), or ask "
+            "its operator for more weight_bytes_per_day"
+        )
+    return None
 
 
 class GrpcStream:
@@ -154,7 +170,25 @@ class GrpcConnection(StreamConnection):
         size = self._announced_bytes(file_name)
         yield from self._unary_stream(BUNDLE_METHOD, file_name.encode(), deadline_s(size), size)
 
-    def _unary_stream(self, method: str, request: bytes, timeout_s: float, max_bytes: int) -> Iterator[bytes]:
+    def fetch_weights(self, group: GroupInfo) -> Iterator[bytes]:
+        """Yields the chunks of a group's weight, never more bytes than the manifest announced, and counts them as used
+        once all have come; see `Connection.fetch_weights`."""
+        size = group.weight_bytes
+        request, received = group.id.to_bytes(GROUP_BYTES, "little"), 0
+        for chunk in self._unary_stream(WEIGHTS_METHOD, request, deadline_s(size), size, _no_weights):
+            received += len(chunk)
+            yield chunk
+        self.traffic.usage.fetched(received)
+
+    def _unary_stream(
+        self, method: str, request: bytes, timeout_s: float, max_bytes: int,
+        refusal: Callable[[grpc.RpcError], VeilbaseError | None] = lambda exc: None,
+    ) -> Iterator[bytes]:  # fmt: skip
+        """Yields the responses of an RPC, at most `max_bytes`.
+
+        Args:
+            refusal: returns the error that a status stands for if it is a refusal of this method's own; else None.
+        """
         channel = self._open_channel()
         rpc = channel.unary_stream(method, request_serializer=None, response_deserializer=None)
         call = rpc(request, timeout=timeout_s)
@@ -168,7 +202,7 @@ class GrpcConnection(StreamConnection):
                 yield chunk
         except grpc.RpcError as exc:
             # The text is the peer's.
-            raise translate_status(exc, accepted_before=self._compared is not None) from None
+            raise refusal(exc) or translate_status(exc, accepted_before=self._compared is not None) from None
         finally:
             call.cancel()
 

@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 
 from runtime.threads import all_cores
-from wire.errors import InvalidTensor
+from wire.errors import InvalidTensor, NotPermitted, UnknownLayer
 from wire.frame import Call, FrameType, payload_bytes
-from wire.manifest import Manifest
+from wire.manifest import GroupInfo, Manifest
 from wire.payload import Payload
 from wire.ring.seeded_rows import Rows
 from wire.ring.widths import rounded
-from wire.transport.connection import Pending, Traffic
+from wire.transport.connection import NO_WEIGHTS, Pending, Traffic
 from wire.usage import StreamTokens
 
 
@@ -29,6 +29,11 @@ class Handler(Protocol):
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
         """Yields the chunks of one bundle file, as they would cross the wire."""
+        ...
+
+    def read_weights(self, group: int) -> Iterator[bytes]:
+        """Returns the chunks of a group's weight, as they would cross the wire; raises UnknownLayer if there is
+        none."""
         ...
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
@@ -62,6 +67,19 @@ class InprocConnection:
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
         return self._handler.read_file(file_name)
+
+    def fetch_weights(self, group: GroupInfo) -> Iterator[bytes]:
+        """Yields the chunks of a group's weight; see `Connection.fetch_weights`."""
+        try:
+            chunks = self._handler.read_weights(group.id)
+        except UnknownLayer:
+            raise NotPermitted(NO_WEIGHTS) from None
+        received = 0
+        for chunk in chunks:
+            received += len(chunk)
+            yield chunk
+        self.traffic.add(down=received)
+        self.traffic.usage.fetched(received)
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
         """Computes the product at once; raises the errors that the provider raises."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from wire.errors import ConfigurationError, ForkedConnection, Unavailable
 from wire.frame import Call
-from wire.manifest import Manifest
+from wire.manifest import GroupInfo, Manifest
 from wire.payload import Payload
 from wire.transport.connection import MessageStream, Pending, Traffic
 from wire.transport.multiplexer import Multiplexer
@@ -60,6 +60,10 @@ class StreamConnection(ABC):
     @abstractmethod
     def fetch(self, file_name: str) -> Iterator[bytes]:
         """Yields the chunks of one bundle file, never more than the manifest announced."""
+
+    @abstractmethod
+    def fetch_weights(self, group: GroupInfo) -> Iterator[bytes]:
+        """Yields the chunks of a group's weight, never more bytes than the manifest announced."""
 
     @abstractmethod
     def _fetch_manifest(self) -> Manifest:

@@ -253,7 +253,7 @@ def test_csv_and_json_have_every_number(state: Path) -> None:
     (row,) = csv.DictReader(io.StringIO(run(state, "globex", "--csv").stdout))
     assert row == {
         "period": "total", "tenant": "globex", "requests": "1", "rows": "500", "tokens": "50", "bytes_up": "500",
-        "bytes_down": "1000", "seconds": "0.000", "errors": "3",
+        "bytes_down": "1000", "seconds": "0.000", "errors": "3", "weight_bytes": "0",
         "requests_decode": "1", "requests_prefill": "0", "requests_finetune": "0",
         "rows_decode": "500", "rows_prefill": "0", "rows_finetune": "0",
         "tokens_decode": "50", "tokens_prefill": "0", "tokens_finetune": "0",

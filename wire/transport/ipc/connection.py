@@ -21,7 +21,7 @@ import torch
 from wire.errors import ConfigurationError, MalformedFrame, Unauthenticated, Unavailable, WrongPeer
 from wire.gpu_window.memory import LIBRARY, Driver
 from wire.limits import MAX_MANIFEST_BYTES, deadline_s
-from wire.manifest import Manifest, parse_manifest
+from wire.manifest import GroupInfo, Manifest, parse_manifest
 from wire.transport.busy_poll import tenants_most_s
 from wire.transport.connection import MessageStream
 from wire.transport.identity import TlsIdentity
@@ -36,6 +36,9 @@ from wire.transport.stream_connection import CROWDED_PAUSE_S, CROWDED_S, StreamC
 from wire.transport.tls import IPC_ALPN, TensorStream, client_context
 
 _MANIFEST_TIMEOUT_S = 20.0
+NO_WEIGHTS_BY_IPC = (
+    "weights are fetched by grpcs:// only: use that URL, or name a checkpoint of your own (verify=, --verify)"
+)
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -87,6 +90,10 @@ class IpcConnection(StreamConnection):
         if the bundle has no such file."""
         size = self._announced_bytes(file_name)
         yield from self._fetch(file_name, size, deadline_s(size))
+
+    def fetch_weights(self, group: GroupInfo) -> Iterator[bytes]:
+        """Raises ConfigurationError: the socket of one host carries no weights."""
+        raise ConfigurationError(NO_WEIGHTS_BY_IPC)
 
     def _fetch(self, name: str, most_bytes: int, timeout_s: float) -> Iterator[bytes]:
         self._check_usable()
