@@ -9,6 +9,10 @@ In a third job the provider's bundle has an embedding for one letter with which 
 number of the bundle is finite. The tenant answers two prompts with a DoRA adapter, the first one secret and the second
 one public. What the tenant keeps from an answer whose numbers overflowed may show in the calls of the next one.
 
+In a fourth job the tenant keeps the attention's layers by weights that the provider gives away. Those of the first
+block are the largest numbers and scales that a tenant takes, and the first norm makes the row of one letter so large
+that these layers overflow for it alone. No row of a kept layer is sent, but calls of other layers come after it.
+
 Only the provider is dishonest. The tenant is the public SDK without `verify`. The control is the same tenant, except
 that it stops at the first value that is not finite, as it would with `verify`, or that it keeps DoRA's products for
 later answers unless a value was not finite. The provider has to win against both controls, or else the faults are too
@@ -43,8 +47,10 @@ from tenant_sdk import TenantClient
 from tenant_sdk.model import dora
 from tenant_sdk.model.run_state import NotFiniteWarning, RunOutcome, RunStates
 from tenant_sdk.model.send import RemoteExecutor
+from tenant_sdk.trust.weights import MOST_SCALE
 from wire.errors import NotFinite
 from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.ring.quantise import INT8_MAX, digest, max_norms
 from wire.ring.seeded_rows import Rows, count_rows
 from wire.transport.inproc import Handler
 
@@ -67,7 +73,11 @@ LETTER, HUGE = "f", 1e38
 """The letter whose embedding alone has the feature that the first norm multiplies by this number. One of the four
 secret prompts has the letter."""
 
-Job = Literal["training", "answers", "second answers"]
+LOUD = 1e31
+"""The number by which the first norm multiplies the letter's feature in the fourth job: the row is finite, and its
+product with the largest weights and scales is not."""
+
+Job = Literal["training", "answers", "second answers", "kept weights"]
 Seen = tuple[int, str, str, int]
 """The metadata of one request: (group, purpose, direction, number of rows)."""
 
@@ -115,8 +125,9 @@ class Outcome:
     """Holds the result of one fault over all secrets.
 
     Attributes:
-        job: `training` on different data, `answers` of fixed length to different prompts, or `second answers`, to the
-            same prompt after different ones.
+        job: `training` on different data, `answers` of fixed length to different prompts, `second answers`, to the
+            same prompt after different ones, or `kept weights`, answers to different prompts through layers that the
+            tenant keeps.
         fault: the fault's name.
         stops_at_once: whether the tenant was the control that stops at the first value that is not finite.
         num_failed: the number of runs that ended in an error.
@@ -165,12 +176,7 @@ class LetterReader(HostileBundle):
     def __init__(self, served_model: ServedModel) -> None:
         """Changes the honest bundle's embeddings and first norm."""
         super().__init__(served_model)
-        tensors = load(self.files["model.safetensors"])
-        embeddings, number = tensors["model.embed_tokens.weight"], len(models.SPECIAL)
-        embeddings[:, 0] = 0
-        embeddings[number + models.CHARACTERS.index(LETTER)] = torch.eye(embeddings.shape[1])[0]
-        tensors["model.layers.0.input_layernorm.weight"][0] = HUGE  # the letter's row is √32 there after the norm
-        self.files["model.safetensors"] = save(tensors)
+        self.files["model.safetensors"] = _single_out(self.files["model.safetensors"], HUGE)
         self.announce()
         self.seen: list[Seen] = []
 
@@ -178,6 +184,55 @@ class LetterReader(HostileBundle):
         """Returns the honest product, and notes the request."""
         self.seen.append(_seen(call, rows))
         return super().compute(call, rows)
+
+
+class WeightGiver(HostileBundle):
+    """Plays a provider that answers honestly, and that gives away weights with which the first layers overflow for one
+    letter. It notes every request."""
+
+    def __init__(self, served_model: ServedModel) -> None:
+        """Changes the first group's weight to the largest numbers and scales that a tenant takes."""
+        super().__init__(served_model)
+        self.files["model.safetensors"] = _single_out(self.files["model.safetensors"], LOUD)
+        first, *others = served_model.manifest().groups
+        weight = torch.full((first.in_features, first.out_features), INT8_MAX, dtype=torch.int8)
+        alpha, scales = torch.full((first.out_features,), MOST_SCALE), load(self.files["scales.safetensors"])
+        self._given = weight.numpy().tobytes() + alpha.numpy().tobytes()
+        layers = []
+        for layer in first.layers:
+            scales[layer.name] = alpha[: layer.out_features].clone()
+            part = weight[:, : layer.out_features].contiguous()
+            layers.append(layer.model_copy(update=_announced(part, scales[layer.name])))
+        self.files["scales.safetensors"] = save(scales)
+        changed = first.model_copy(update={"layers": tuple(layers), **_announced(weight, alpha)})
+        self.announce(groups=(changed, *others))
+        self.seen: list[Seen] = []
+
+    def read_weights(self, group: int) -> Iterator[bytes]:
+        """Returns the weight that overflows for group 0, and honest ones for the others."""
+        return iter((self._given,)) if group == 0 else super().read_weights(group)
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """Returns the honest product, and notes the request."""
+        self.seen.append(_seen(call, rows))
+        return super().compute(call, rows)
+
+
+def _single_out(data: bytes, factor: float) -> bytes:
+    """Returns the tensors of a bundle with an embedding for one letter that alone has a feature, which the first norm
+    multiplies by a factor. All numbers are finite."""
+    tensors = load(data)
+    embeddings, number = tensors["model.embed_tokens.weight"], len(models.SPECIAL)
+    embeddings[:, 0] = 0
+    embeddings[number + models.CHARACTERS.index(LETTER)] = torch.eye(embeddings.shape[1])[0]
+    tensors["model.layers.0.input_layernorm.weight"][0] = factor  # the letter's row is √32 there after the norm
+    return save(tensors)
+
+
+def _announced(weight: torch.Tensor, alpha: torch.Tensor) -> dict[str, Any]:
+    """Returns what a manifest says of a weight besides its shape."""
+    column, row = max_norms(weight)
+    return {"max_column_norm": column, "max_row_norm": row, "digest": digest(weight, alpha)}
 
 
 class _KeepsProducts(weakref.WeakKeyDictionary[RunOutcome, Any]):
@@ -240,11 +295,22 @@ class Site:
                 open_.enter_context(mock.patch.object(dora, "weakref", keeping))
             yield open_.enter_context(self._client(provider, "float")), provider
 
+    @contextlib.contextmanager
+    def kept_session(self, stops_at_once: bool) -> Iterator[tuple[TenantClient, WeightGiver]]:
+        """Opens a tenant of a `WeightGiver` that keeps the attention's layers, without a mask and without `verify`; see
+        `session` for `stops_at_once`."""
+        provider = WeightGiver(self.served_model)
+        with contextlib.ExitStack() as open_:
+            if stops_at_once:
+                at_once = RunStates(may_stop=True)
+                open_.enter_context(mock.patch.object(RemoteExecutor, "run_states", return_value=at_once))
+            yield open_.enter_context(self._client(provider, "ring", keep="attention")), provider
+
     def _client(
-        self, provider: Handler, arithmetic: Literal["ring", "float"]
+        self, provider: Handler, arithmetic: Literal["ring", "float"], keep: str | None = None
     ) -> contextlib.AbstractContextManager[TenantClient]:
         self.num_sessions += 1
-        return tenant_of(provider, self.folder / "cache", mask="off", arithmetic=arithmetic)
+        return tenant_of(provider, self.folder / "cache", mask="off", arithmetic=arithmetic, keep=keep)
 
     def train(self, client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
         """Fine-tunes with a fixed number of steps."""
@@ -301,6 +367,22 @@ def measure_second(where: Site, keeps_products: bool = False) -> Outcome:
     return Outcome("second answers", name, False, num_failed, tuple(map(len, seen)), bits, keeps_products)
 
 
+def measure_kept(where: Site, stops_at_once: bool = False) -> Outcome:
+    """Measures, against all secret prompts, weights of kept layers with which one letter overflows."""
+    seen: list[tuple[Seen, ...]] = []
+    num_failed = 0
+    for data in DATA:
+        with where.kept_session(stops_at_once) as (client, provider), warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotFiniteWarning)
+            try:
+                client.generate(data[0][0], max_new_tokens=NEW_TOKENS, fixed_length=True)  # a sampled letter overflows
+            except NotFinite:
+                num_failed += 1
+            seen.append(tuple(provider.seen))
+    bits, name = math.log2(len(set(seen))), f"weights of {INT8_MAX} at scale {MOST_SCALE:g}, norm of {LOUD:g}"
+    return Outcome("kept weights", name, stops_at_once, num_failed, tuple(map(len, seen)), bits)
+
+
 def measure(where: Site, job: Job, fault: Fault, stops_at_once: bool = False) -> Outcome:
     """Measures one fault against all secrets."""
     work: Callable[[TenantClient, Sequence[tuple[str, str]]], None] = where.train if job == "training" else answer
@@ -319,12 +401,13 @@ def measure(where: Site, job: Job, fault: Fault, stops_at_once: bool = False) ->
 
 
 def measure_all(folder: Path) -> list[Outcome]:
-    """Measures the controls, then every fault against training, every fault of forward replies against answers, and the
-    embedding of a letter against second answers."""
+    """Measures the controls, then every fault against training, the embedding of a letter against second answers and
+    through kept layers, and every fault of forward replies against answers."""
     where, shallow = site(folder / "deep"), site(folder / "shallow", num_layers=2)
     outcomes = [measure(where, "training", OVERFLOW, stops_at_once=True), measure_second(shallow, keeps_products=True)]
+    outcomes.append(measure_kept(shallow, stops_at_once=True))
     outcomes += [measure(where, "training", fault) for fault in FAULTS]
-    outcomes.append(measure_second(shallow))
+    outcomes += [measure_second(shallow), measure_kept(shallow)]
     return outcomes + [measure(where, "answers", fault) for fault in FAULTS if fault.direction is Direction.FORWARD]
 
 

@@ -95,6 +95,26 @@ def test_a_second_answer_sends_the_same_calls_whatever_the_first_prompt_was(shal
     assert outcome.bits == 0
 
 
+def kept_calls(num_layers: int) -> int:
+    """Returns the number of calls of a forward pass whose attention the tenant computes itself."""
+    return 2 * num_layers + 1
+
+
+def test_a_tenant_that_stops_where_a_kept_layer_overflows_is_read(shallow: Site) -> None:
+    outcome = overflow.measure_kept(shallow, stops_at_once=True)
+    assert outcome.num_failed == 1, "one of the four prompts holds the letter"
+    assert outcome.bits == 1
+    assert sorted(outcome.num_calls) == [0] + [NEW_TOKENS * kept_calls(SHALLOW)] * 3
+
+
+def test_the_same_calls_come_after_kept_layers_that_overflow(shallow: Site) -> None:
+    """The largest numbers and scales that a tenant takes make values that are not finite, and nothing shows of it."""
+    outcome = overflow.measure_kept(shallow)
+    assert outcome.num_failed == 1
+    assert outcome.num_calls == (NEW_TOKENS * kept_calls(SHALLOW),) * len(DATA)
+    assert outcome.bits == 0
+
+
 @pytest.mark.parametrize(("shipped_bits", "status"), [(0.0, 0), (1.0, 1)])
 def test_the_command_fails_where_data_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shipped_bits: float, status: int
