@@ -909,7 +909,7 @@ def _if_kept(
         return []
     up, down, _ = wire.both({call: count for call, count in calls.items() if call[0][0] not in kept})
     held = sum(wire.groups[group].in_features * wire.groups[group].out_features for group in kept)
-    needs = "" if session.verifier is not None else "; needs --verify"
+    needs = "" if session.verifier is not None else "; needs --verify, or a provider that gives weights"
     return [Saving(f"attention computed here (--keep attention; {size(held)} of memory{needs})", now - up - down)]
 
 

@@ -94,7 +94,7 @@ PadRows = Annotated[
 AcceptChange = Annotated[
     list[str] | None,
     typer.Option(
-        help="Accept that model, tokenizer, template or config changed since first use; may be repeated.",
+        help="Accept that model, tokenizer, template, config or weights changed since first use; may be repeated.",
         rich_help_panel=_PRIVACY,
     ),
 ]
@@ -139,8 +139,17 @@ Hints = Annotated[
 Keep = Annotated[
     list[str] | None,
     typer.Option(
-        help="Layers computed here from --verify's checkpoint, not sent: attention, lower:N (blocks) or names with *; "
-        "may be repeated.",
+        help="Layers computed here, not sent: attention, lower:N (blocks) or names with *; may be repeated. From "
+        "--verify's checkpoint, or else fetched from the provider.",
+        rich_help_panel=_PROVIDER,
+    ),
+]
+KeepDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="How kept weights are held: int8, or bf16: the checkpoint's own, twice the memory.",
+        show_default="int8",
+        metavar="int8|bf16",
         rich_help_panel=_PROVIDER,
     ),
 ]
@@ -161,6 +170,7 @@ def _client(
     accept_change: list[str] | None,
     peer_uid: int | None,
     keep: list[str] | None,
+    keep_dtype: str | None,
     check: Callable[[], None] = lambda: None,
 ) -> TenantClient:
     """Returns a client, not connected yet, for the options that all commands share. Waits until its provider answers;
@@ -170,6 +180,7 @@ def _client(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no hub is needed, since the bundle has every file
     from noise.options import DEFAULT_MASK
     from tenant_sdk.identity import endpoints_of
+    from tenant_sdk.keep import KEEP_DTYPES
     from tenant_sdk.plan import check_early, mask_options
 
     if not url and not identity:
@@ -185,6 +196,7 @@ def _client(
         mask=mask or DEFAULT_MASK, parameters=parameters, hints=hints, pool=pool,
         precision=precision, verify=verify, tokenizer=tokenizer, pad_rows=pad_rows,
         accept_changes=accept_change or (), peer_uid=peer_uid, keep=keep,
+        keep_dtype=KEEP_DTYPES[0] if keep_dtype is None else keep_dtype,
     )  # fmt: skip
     check()
     for each, own in zip(urls, identities, strict=True):
@@ -205,6 +217,7 @@ def _client(
         accept_changes=accept_change or (),
         peer_uid=peer_uid,
         keep=keep,
+        keep_dtype=KEEP_DTYPES[0] if keep_dtype is None else keep_dtype,
     )
 
 
@@ -240,7 +253,7 @@ def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None
 _CONNECTION: dict[str, Any] = {
     "url": Url, "identity": Identity, "mask": Mask, "verify": Verify, "parameters": Parameters, "hints": Hints,
     "pool": Pool, "precision": Precision, "tokenizer": Tokenizer, "pad_rows": PadRows, "accept_change": AcceptChange,
-    "peer_uid": PeerUid, "keep": Keep,
+    "peer_uid": PeerUid, "keep": Keep, "keep_dtype": KeepDtype,
 }  # fmt: skip
 """The types of the options of `_client`, by name."""
 

@@ -23,6 +23,7 @@ from runtime.command_line import to_stderr, told_if_slow
 from tenant_sdk import embedded
 from tenant_sdk.endpoint.settings import OPTION_KINDS, EndpointKeywords, EndpointSettings
 from tenant_sdk.explain import ONLY_IN_USE, bit_range, explain, not_in_use, problem_of_text, show
+from tenant_sdk.keep import KEEP_DTYPES
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
 from tenant_sdk.model.send import RemoteExecutor
 from tenant_sdk.options import names_keywords, takes_options
@@ -89,6 +90,7 @@ class TenantClient:
         trust_same_gpu: bool = False,
         trust: Trust | None = None,
         keep: str | Sequence[str] | None = None,
+        keep_dtype: str = KEEP_DTYPES[0],
     ) -> None:
         """Makes a client. The network is first used by `connect`, or by the first method that needs it.
 
@@ -116,7 +118,7 @@ class TenantClient:
             pad_rows: the number of tokens to which every prompt and training row is padded; True stands for 512, and
                 False for no padding.
             accept_changes: parts of an unverified provider's offer that may differ from first use: any of "model"
-                (the model's name), "tokenizer", "template" and "config".
+                (the model's name), "tokenizer", "template", "config" and "weights" (of layers that are kept).
             peer_uid: for an ipc: URL, the user id under which the provider must run; None stands for the owner of DIR.
             trust_same_gpu: makes masks on a CUDA `device` also if the provider is on this host and may use the same
                 GPU; without it they are then made on the CPU (docs/threat-model.md, "On one GPU"). With an ipc: URL,
@@ -124,9 +126,12 @@ class TenantClient:
             trust: verify, kappa, tokenizer, pad_rows and accept_changes as one object, in place of these five. One
                 of them that is given beside it has to have the same value; one that has its default counts as not
                 given, and the object's value holds.
-            keep: base layers that are computed here, from the checkpoint that `verify` names, in place of being sent:
-                "attention", "lower:8" for the eight lowest blocks, or names of layers with * and ?, as a list or
-                separated by commas (docs/keep.md). With None, all layers of the provider are asked for.
+            keep: base layers that are computed here in place of being sent: "attention", "lower:8" for the eight lowest
+                blocks, or names of layers with * and ?, as a list or separated by commas (docs/keep.md). Their weights
+                are those of the checkpoint that `verify` names, or else fetched from a provider that gives them away.
+                With None, all layers of the provider are asked for.
+            keep_dtype: how kept weights are held: "int8", as the provider has them, or "bf16", as the checkpoint has
+                them, which takes twice the memory and needs `verify`.
 
         Raises:
             ConfigurationError: a URL, identity or option is impossible.
@@ -155,6 +160,7 @@ class TenantClient:
             device=device,
             trust_same_gpu=trust_same_gpu,
             keep=keep,
+            keep_dtype=keep_dtype,
         )
         if not all(each.startswith(embedded.SCHEME) for each in self._plan.urls):
             warn_if_not_tuned(stacklevel=4)

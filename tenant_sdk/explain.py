@@ -275,7 +275,7 @@ def _kept(session: Session, plan: Plan) -> str:
         shows = "which they are shows, since their weights are asked for once and they are never called"
     return (
         f"{len(weights.groups)} of {len(session.manifest.groups)} layer groups ({', '.join(plan.keep)}) are computed "
-        f"here {source}, by {_size(weights.num_bytes)} of int8 weights in memory: their rows are not "
+        f"here {source}, by {_size(weights.num_bytes)} of {plan.keep_dtype} weights in memory: their rows are not "
         f"sent, and there are no masks, hints or checks of replies for them; {shows}, whatever the text, the data or "
         f"the adapter{also}"
     )

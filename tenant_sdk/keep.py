@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from wire.manifest import LayerInfo, Manifest
 
 ATTENTION, LOWER = "attention", "lower:"
+KEEP_DTYPES = ("int8", "bf16")
+"""How kept weights are held: as the provider has them, or as the checkpoint has them."""
 _LOWER = re.compile(rf"{LOWER}(\d{{1,5}})", re.ASCII)
 _BLOCK = re.compile(r"\.(\d{1,9})\.", re.ASCII)
 _IN_ATTENTION = re.compile(r"(^|\.)[^.]*(attn|attention)[^.]*\.", re.IGNORECASE | re.ASCII)
@@ -83,6 +85,33 @@ def read_keep(keep: str | Sequence[str] | None, can_be_had: bool) -> tuple[str, 
             "weights by a grpcs:// URL; an ipc: URL carries none"
         )
     return items
+
+
+def check_keep_dtype(keep_dtype: str, items: Sequence[str], is_verified: bool) -> str:
+    """Returns the option `keep_dtype`, one of `KEEP_DTYPES`.
+
+    Args:
+        keep_dtype: the option.
+        items: what `read_keep` returned.
+        is_verified: whether the tenant names a checkpoint of its own.
+
+    Raises:
+        ConfigurationError: it is another one, has no effect, or needs a checkpoint of the tenant's own.
+    """
+    if keep_dtype not in KEEP_DTYPES:
+        meant = nearest(keep_dtype, KEEP_DTYPES) if isinstance(keep_dtype, str) else None
+        advice = "" if meant is None else f": did you mean {meant}?"
+        raise ConfigurationError(
+            f"keep_dtype (--keep-dtype) is one of {', '.join(KEEP_DTYPES)}, got {ascii(keep_dtype)[:40]}{advice}"
+        )
+    if keep_dtype != KEEP_DTYPES[0] and not items:
+        raise ConfigurationError("keep_dtype (--keep-dtype) has no effect without keep= (--keep)")
+    if keep_dtype != KEEP_DTYPES[0] and not is_verified:
+        raise ConfigurationError(
+            "keep_dtype='bf16' (--keep-dtype) takes your checkpoint's own weights: name it with verify= (--verify); a "
+            "provider gives int8 only"
+        )
+    return keep_dtype
 
 
 def block_of(layer: str) -> int | None:

@@ -21,7 +21,7 @@ from noise.options import MASKS, RING_ONLY, check_hints, check_num_providers, ch
 from noise.params import choose
 from runtime.command_line import nearest
 from tenant_sdk.identity import endpoints_of
-from tenant_sdk.keep import read_keep
+from tenant_sdk.keep import KEEP_DTYPES, check_keep_dtype, read_keep
 from tenant_sdk.text.rows import bucket_tokens
 from tenant_sdk.trust.local_files import check_path, no_such
 from tenant_sdk.trust.pins import PARTS
@@ -61,7 +61,7 @@ class Trust:
         pad_rows: the number of tokens to which every prompt and training row is padded; True stands for 512, and
             False for no padding.
         accept_changes: parts of an unverified provider's offer that may differ from first use: any of "model",
-            "tokenizer", "template" and "config".
+            "tokenizer", "template", "config" and "weights".
     """
 
     verify: str | Path | None = None
@@ -119,6 +119,7 @@ class Plan:
         mask_device: the device that makes masks; None for the CPU.
         window_device: the device on which masked rows may be in memory that the provider shares; None for none.
         keep: what names the layers that the tenant computes itself, as `tenant_sdk.keep.read_keep` returns it.
+        keep_dtype: `int8` or `bf16`, the type of these layers' weights.
     """
 
     urls: tuple[str, ...]
@@ -138,6 +139,7 @@ class Plan:
     mask_device: torch.device | None = None
     window_device: torch.device | None = None
     keep: tuple[str, ...] = ()
+    keep_dtype: str = KEEP_DTYPES[0]
 
     @property
     def can_be_steered(self) -> bool:
@@ -172,6 +174,7 @@ def make_plan(
     device: str | torch.device = "cpu",
     trust_same_gpu: bool = False,
     keep: str | Sequence[str] | None = None,
+    keep_dtype: str = KEEP_DTYPES[0],
 ) -> Plan:
     """Checks the arguments of `TenantClient`, which describes them, and returns them as a plan. The module's docstring
     says which are not checked yet.
@@ -202,7 +205,8 @@ def make_plan(
         device=(chosen := _device(device)),
         mask_device=mask_device_of(chosen, urls, trust_same_gpu),
         window_device=chosen if chosen.type == "cuda" and trust_same_gpu else None,
-        keep=read_keep(keep, _has_weights(urls, verify)),
+        keep=(kept := read_keep(keep, _has_weights(urls, verify))),
+        keep_dtype=check_keep_dtype(keep_dtype, kept, verify is not None),
     )
 
 
@@ -216,6 +220,7 @@ def check_early(
     *, urls: Sequence[str], identities: Sequence[Path | None], mask: str, parameters: str | None, hints: str | None,
     pool: str | None, precision: str | None, verify: str | None, tokenizer: str | None, pad_rows: int | None,
     accept_changes: Sequence[str], peer_uid: int | None, keep: Sequence[str] | None = None,
+    keep_dtype: str = KEEP_DTYPES[0],
 ) -> None:  # fmt: skip
     """Checks a command's options as far as that is possible without torch and without the network, so that a mistake is
     told at once. It says nothing that `make_plan` and a session would not say later.
@@ -223,7 +228,7 @@ def check_early(
     Args:
         urls, identities: one URL and one identity, or None, for each provider.
         parameters, hints, pool, precision: the options of the mask that the commands have.
-        mask, verify, tokenizer, pad_rows, accept_changes, peer_uid, keep: see `TenantClient`.
+        mask, verify, tokenizer, pad_rows, accept_changes, peer_uid, keep, keep_dtype: see `TenantClient`.
 
     Raises:
         ConfigurationError, WeakParameters: an option is impossible, or a file that it names is not there.
@@ -240,7 +245,8 @@ def check_early(
             read_address(url, identity is not None)
     _check_peer_uid(urls, peer_uid)
     _accepted(accept_changes)
-    read_keep(keep, _has_weights(urls, verify))
+    kept = read_keep(keep, _has_weights(urls, verify))
+    check_keep_dtype(keep_dtype, kept, verify is not None)
     bucket_tokens(False if pad_rows is None else pad_rows)
     for what, name in (("checkpoint", verify), ("tokenizer", tokenizer)):
         if name is not None:

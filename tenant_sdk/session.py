@@ -422,9 +422,12 @@ def _compare(
 
     def keep(group: int, weight: torch.Tensor) -> None:
         if group in kept.groups:
-            kept_weights[group] = weight.clone()  # not in the store's file, which may be removed
+            if plan.keep_dtype == "int8":
+                kept_weights[group] = weight.clone()  # not in the store's file, which may be removed
         elif plan.mask == "pad":
             own_weights[group] = weight
 
     weight_of = checkpoint.check_provider(manifest, folder, verifier, on_verified, keep, cache, kept.groups)
+    if plan.keep_dtype == "bf16":
+        kept_weights = checkpoint.own_weights([manifest.groups[group] for group in sorted(kept.groups)])
     return _Compared(folder, weight_of, KeptWeights(kept_weights))

@@ -226,7 +226,8 @@ def _single_out(data: bytes, factor: float) -> bytes:
     embeddings[:, 0] = 0
     embeddings[number + models.CHARACTERS.index(LETTER)] = torch.eye(embeddings.shape[1])[0]
     tensors["model.layers.0.input_layernorm.weight"][0] = factor  # the letter's row is √32 there after the norm
-    return save(tensors)
+    made: bytes = save(tensors)
+    return made
 
 
 def _announced(weight: torch.Tensor, alpha: torch.Tensor) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""This module computes the products of layer groups that the tenant keeps (tenant_sdk/keep.py), from its own int8
-weights.
+"""This module computes the products of layer groups that the tenant keeps (tenant_sdk/keep.py), from weights in its own
+memory: int8, or the checkpoint's own in bf16.
 
-Guarantees: a product is the one that an honest provider would return for the same numbers, mod 2^32, since both
-multiply with the same code (wire/ring/product.py). So a kept layer differs from one that is asked for only by the
-mask's own rounding and error. Nothing is sent.
+Guarantees: an int8 product is the one that an honest provider would return for the same numbers, mod 2^32, since both
+multiply with the same code (wire/ring/product.py). So such a layer differs from one that is asked for only by the
+mask's own rounding and error. A bf16 product is of float32 rows and sums in float32, so it differs from the
+checkpoint's own by the order of sums. Nothing is sent.
 
-Memory: one byte for each weight, and as much again on a device on which rows lie.
+Memory: one byte for each weight, two in bf16, and as much again on a device on which rows lie.
 """
 
 from __future__ import annotations
@@ -15,27 +16,31 @@ from dataclasses import dataclass
 
 import torch
 
-from wire.frame import Call, Direction
+from wire.frame import Arithmetic, Call, Direction
 from wire.payload import Payload
 from wire.ring.coding import product
 from wire.ring.seeded_rows import SeededRows
 
 _CPU = torch.device("cpu")
+_BLOCK_NUMBERS = 1 << 18
+"""How many weights are widened to float32 at a time: 1 MiB, which stays in a core's cache."""
 
 
 class KeptWeights:
-    """Holds the int8 weights of kept groups. It is safe under threads."""
+    """Holds the weights of kept groups, all int8 or all bf16. It is safe under threads."""
 
     def __init__(self, weights: Mapping[int, torch.Tensor] | None = None) -> None:
         """Keeps the weights.
 
         Args:
-            weights: W̃ of each kept group by its number, int8, shape (in_features, out_features), CPU; None for no
-                groups.
+            weights: by group's number W̃, int8, or W, bf16; shape (in_features, out_features), CPU; None for no groups.
         """
         self._weights = {(group, _CPU): weight for group, weight in (weights or {}).items()}
         self.groups = frozenset(weights or {})
         self.num_bytes = sum(weight.nbytes for weight in self._weights.values())
+        is_float = any(weight.is_floating_point() for weight in self._weights.values())
+        self.arithmetic = Arithmetic.FLOAT if is_float else Arithmetic.RING
+        """The arithmetic in which calls of these groups have to be made."""
 
     def pending(self, call: Call, payload: Payload, device: torch.device) -> _Product:
         """Returns the product that a call asks for, which is computed when it is waited for.
@@ -48,12 +53,15 @@ class KeptWeights:
         return _Product(self, call, payload, device)
 
     def product(self, call: Call, payload: Payload, device: torch.device) -> torch.Tensor:
-        """Returns rows times a group's weight, int32, shape (num_rows, reply columns), on the device."""
+        """Returns rows times a group's weight, shape (num_rows, reply columns), on the device: int32, or float32
+        without a bias if the weights are bf16."""
         rows = payload.rows_on(device)
         if rows is None:
             given = payload.rows(call)
             rows = given.expand(payload.cols) if isinstance(given, SeededRows) else given
         weight = self._weight(call.group, rows.device)
+        if weight.is_floating_point():
+            return _forward(rows, weight) if call.direction is Direction.FORWARD else _backward(rows, weight)
         return product(rows, weight if call.direction is Direction.FORWARD else weight.t(), are_secret=True)
 
     def _weight(self, group: int, device: torch.device) -> torch.Tensor:
@@ -65,6 +73,30 @@ class KeptWeights:
 
     def __repr__(self) -> str:
         return f"KeptWeights({len(self.groups)} groups)"
+
+
+def _forward(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns float32 rows times a bf16 weight, whose numbers are widened a few rows of it at a time."""
+    product = rows.new_zeros(rows.shape[0], weight.shape[1])
+    step = _block_rows(weight)
+    for start in range(0, weight.shape[0], step):
+        part = slice(start, start + step)
+        product.addmm_(rows[:, part], weight[part].to(torch.float32))
+    return product
+
+
+def _backward(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns float32 rows times a transposed bf16 weight; see `_forward`."""
+    product = rows.new_empty(rows.shape[0], weight.shape[0])
+    step = _block_rows(weight)
+    for start in range(0, weight.shape[0], step):
+        part = slice(start, start + step)
+        product[:, part] = rows @ weight[part].to(torch.float32).t()
+    return product
+
+
+def _block_rows(weight: torch.Tensor) -> int:
+    return max(1, _BLOCK_NUMBERS // weight.shape[1])
 
 
 @dataclass(frozen=True, repr=False)

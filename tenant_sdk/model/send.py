@@ -65,7 +65,7 @@ class RemoteExecutor:
         self._connections = tuple(connections)
         self.scheme = scheme
         self.kept = kept or KeptWeights()
-        self._unmasked_here = Off(Arithmetic.RING)
+        self._unmasked_here = Off(self.kept.arithmetic)
         self._limits = limits
         self._verifier = verifier
         scheme.bind(lambda call, payload, reply_cols: self._send(call, payload, 0, reply_cols))

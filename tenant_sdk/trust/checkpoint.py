@@ -63,7 +63,7 @@ from tenant_sdk.trust.local_files import (
 )
 from wire.built_in import BUILT_IN
 from wire.errors import ConfigurationError, InvalidTensor, VeilbaseError, VerificationFailed
-from wire.manifest import Manifest
+from wire.manifest import GroupInfo, LayerInfo, Manifest
 from wire.model_files import existing, is_gguf_name
 from wire.prepared import LayerKind, PreparedLayer, PreparedStore, StoreKey, open_store, prepare_layer, writing
 from wire.ring.quantise import digest
@@ -205,6 +205,30 @@ class TrustedCheckpoint:
             raise
         finally:
             self.release()
+
+    def own_weights(self, groups: Sequence[GroupInfo]) -> dict[int, torch.Tensor]:
+        """Returns the checkpoint's own weights of a provider's groups in bf16, after `check_provider`. A weight of
+        another type is rounded to bf16.
+
+        Args:
+            groups: the groups, as the manifest describes them.
+
+        Returns:
+            By group's number W, bf16, shape (in_features, out_features), CPU, contiguous.
+
+        Raises:
+            ConfigurationError: the checkpoint was changed since the comparison, or can no longer be read.
+        """
+        try:
+            return {group.id: torch.cat([self._own_weight(each) for each in group.layers], dim=1) for group in groups}
+        finally:
+            self.release()
+
+    def _own_weight(self, info: LayerInfo) -> torch.Tensor:
+        weight = self.layer(info.name, info.kind)
+        if prepare_layer(weight, info.kind).digest != info.digest:  # What is used is what was compared.
+            raise ConfigurationError(f"the trusted checkpoint {self.name!r} was changed while in use: start again")
+        return weight.to(torch.bfloat16).contiguous()
 
     def _prepared(self, folder: Path, steps: _Steps) -> _Live | _Stored:
         """Returns the checkpoint's contents from the prepared store, which is made if there is none that can be

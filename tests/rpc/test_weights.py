@@ -4,6 +4,7 @@ allows it, within a quota, and that both sides count the same bytes."""
 from __future__ import annotations
 
 import hashlib
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 import wire.transport.grpc_connection as grpc_connection
+from provider.config import load_settings
 from provider.model.served_model import ServedModel
 from provider.model.weight_file import WeightFile
 from provider.net.admission import Admission
 from provider.net.server import Server
 from provider.operations.usage import UsageBook
 from provider.schedule.quota import DailyBytes, TenantLimits
+from provider.serve import serve
 from tenant_sdk import TenantClient
 from tenant_sdk.session import AcceptedChangeWarning
 from tenant_sdk.usage import status_of
@@ -243,6 +246,38 @@ def test_what_is_given_is_what_the_digest_is_of(start: Callable[..., Provider], 
     provider = start(served, Admission({"*": LARGE}))
     with pytest.raises(NotPermitted):
         fetched(provider)
+
+
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_a_provider_of_several_processes_gives_weights_too(
+    chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """The settings say whether weights are written down; the processes that compute have their own."""
+
+    class Started(Exception):
+        """Is raised when the server has started, since the test needs no more."""
+
+    def started(server: Server, model: ServedModel, *others: object) -> None:
+        given.extend(b"".join(model.read_weights(group.id)) for group in model.manifest().groups if limit)
+        assert (model.weight_file is None) == (limit == 0)
+        assert model.served.groups == ()
+        digests.extend(group.digest for group in model.manifest().groups if limit)
+        raise Started
+
+    given: list[bytes] = []
+    digests: list[str] = []
+    monkeypatch.setattr(Server, "start", started)
+    config = tmp_path / "provider.yaml"
+    config.write_text(f"tenant_limits: {{'*': {{weight_bytes_per_day: {limit}}}}}\nshards: 2\n")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with pytest.raises(Started):
+            serve(load_settings({"port": 0, "model": str(chat)}, config))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert [hashlib.sha256(data).hexdigest() for data in given] == digests
+    assert len(given) == (9 if limit else 0)
 
 
 def test_a_full_disk_of_the_provider_is_one_line(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,11 @@ CONNECTION: Mapping[str, Values] = {
         (("--keep", "lower:0", "--verify", "checkpoint"), "keep (--keep) is"),
         (("--keep", "attention,,", "--verify", "checkpoint"), "keep (--keep) is"),
     ),
+    "--keep-dtype": (
+        (("--keep-dtype", "bf61", "--keep", "attention", "--verify", "checkpoint"), "did you mean bf16?"),
+        ("bf16", "has no effect without keep="),
+        (("--keep-dtype", "bf16", "--keep", "attention"), "verify= (--verify)"),
+    ),
     "--precision": (("exct", "precision"), (("--precision", "short", "--verify", "checkpoint"), "verify")),
     "--tokenizer": (
         ("nowhere", "cannot find the tokenizer"), ("text.txt", "cannot find the tokenizer"),

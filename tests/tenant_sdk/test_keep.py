@@ -4,6 +4,7 @@ kept layers nothing is sent, masked, fetched or checked."""
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, PeftModel, get_peft_model
-from transformers import GPT2Config, PhiConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, PhiConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 from noise.verify import Verifier
@@ -21,7 +22,8 @@ from tenant_sdk import Engine, TenantClient, cli, for_remote_base
 from tenant_sdk.keep import Kept, block_of, choose_kept, read_keep
 from tenant_sdk.model import kept
 from tenant_sdk.plan_file import Saving
-from tenant_sdk.testing import ScriptedProvider, character_tokenizer
+from tenant_sdk.testing import ScriptedProvider, character_tokenizer, save_tiny_model
+from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tests.support.endpoints import WHO, endpoint_of, official
 from tests.support.engines import alone, mean_kl, together
 from tests.support.lattice import TOY_OPTIONS
@@ -247,6 +249,137 @@ def test_a_value_that_is_not_finite_ends_the_call(provider: ScriptedProvider) ->
         model: Any = client.load_model()
         with pytest.raises(NotFinite):
             model.model.layers[0].self_attn.q_proj(torch.full((1, 32), torch.nan))
+
+
+# ---- the checkpoint's own weights ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedProvider]:
+    """Provides a model whose checkpoint is in bf16: with linear layers, or with Conv1D and biases."""
+    folder = tmp_path_factory.mktemp("half") / "model"
+    if request.param == "llama":
+        save_tiny_model(folder)
+    else:
+        save_random(GPT2Config(**GPT2_SIZES, initializer_range=0.2), folder)
+        character_tokenizer().save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    with ScriptedProvider(model=folder) as made:
+        yield made
+
+
+def test_bf16_layers_are_those_of_the_checkpoint(half: ScriptedProvider) -> None:
+    """Products and gradients differ from the checkpoint's own by the order of sums; those of int8 by its rounding."""
+    own: Any = AutoModelForCausalLM.from_pretrained(half.model, dtype=torch.float32)
+    name = next(name for name, _ in own.named_modules() if name.endswith(("q_proj", "c_attn")))
+    torch.manual_seed(0)
+    rows = torch.randn(2, 3, 32)
+    found = {}
+    for dtype in ("int8", "bf16"):
+        with half.client(mask="off", keep="attention", keep_dtype=dtype) as client:
+            layer = client.load_model().get_submodule(name)
+            one, other = (rows.clone().requires_grad_() for _ in range(2))
+            expected, product = own.get_submodule(name)(one), layer(other)
+            expected.square().sum().backward()
+            product.square().sum().backward()
+            assert one.grad is not None
+            assert other.grad is not None
+            found[dtype] = relative(expected, product), relative(one.grad, other.grad)
+            one_row = layer(rows[:1, :1])
+            assert relative(own.get_submodule(name)(rows[:1, :1]), one_row) < (1e-6 if dtype == "bf16" else 0.05)
+            said = client.explain()
+            assert f"of {dtype} weights in memory" in said
+    assert max(found["bf16"]) < 1e-5
+    assert min(found["int8"]) > 1e-3
+
+
+def test_bf16_layers_take_twice_the_memory_and_are_trained(half: ScriptedProvider, tmp_path: Path) -> None:
+    losses, sizes = [], []
+    for dtype in ("int8", "bf16"):
+        with half.client(mask="off", keep="attention", keep_dtype=dtype) as client:
+            losses.append(client.finetune(ROWS, lora(), tmp_path / dtype, **SHORT).losses)
+            sizes.append(re.findall(r"by ([\d.]+) kB of", client.explain())[0])
+    assert float(sizes[1]) == pytest.approx(2 * float(sizes[0]), abs=0.2)
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+    assert losses[0] != losses[1]
+
+
+def test_a_checkpoint_that_was_changed_after_the_comparison_is_refused(
+    half: ScriptedProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison reads the prepared store, and the weights in bf16 are read from the checkpoint after it."""
+    options: dict[str, Any] = {"mask": "off", "keep": "attention", "keep_dtype": "bf16"}
+    with half.client(**options) as client:
+        client.connect()
+    layer = TrustedCheckpoint.layer
+
+    def changed(checkpoint: TrustedCheckpoint, name: str, kind: Any) -> torch.Tensor:
+        return layer(checkpoint, name, kind) + 1
+
+    monkeypatch.setattr(TrustedCheckpoint, "layer", changed)
+    half.forget_calls()
+    with pytest.raises(ConfigurationError, match="was changed while in use"), half.client(**options):
+        pass
+    assert half.calls == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"keep": "attention", "keep_dtype": "bf61", "verify": "smollm2-135m"}, "did you mean bf16?"),
+        ({"keep": "attention", "keep_dtype": 7, "verify": "smollm2-135m"}, "int8, bf16"),
+        ({"keep_dtype": "bf16", "verify": "smollm2-135m"}, "has no effect without keep="),
+        ({"keep": "attention", "keep_dtype": "bf16"}, "name it with verify= (--verify)"),
+    ],
+)
+def test_a_wrong_type_of_kept_weights_is_refused(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        TenantClient("grpcs://nowhere:1", **options)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---- weights that the provider gives ---------------------------------------------------------------------------------
+
+
+def test_without_verify_weights_are_fetched(provider: ScriptedProvider, tmp_path: Path) -> None:
+    """Fine-tuning, also in windows, an engine with its adapter, and an endpoint give what they give without `keep`."""
+    expected: list[Any] = []
+    for keep in (None, "attention"):
+        provider.forget_calls()
+        with provider.client(mask="off", verify=False, keep=keep, cache=tmp_path / "cache") as client:
+            folder = tmp_path / str(keep)
+            results = [
+                client.finetune(ROWS, lora(), folder / name, **SHORT, **options).losses
+                for name, options in (("a", {}), ("b", {"window_tokens": 40}))
+            ]
+            with Engine(client, folder) as engine:
+                results += one_by_one(
+                    engine, ("who?", "b"), torch.eye(VOCAB)[torch.tensor([[5, 6], [8, 9]])], ("a", None)
+                )
+            with endpoint_of(client) as endpoint:
+                (model, *_) = [each.id for each in official(endpoint).models.list()]
+                asked: Any = WHO
+                done = official(endpoint).chat.completions.create(
+                    model=model, messages=asked, max_tokens=6, temperature=0
+                )
+                results.append(done.choices[0].message.content)
+        assert bool(ATTENTION_LAYERS & set(layers_asked(provider))) == (keep is None)
+        expected.append(results)
+    for one, other in zip(*expected, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert len(list((tmp_path / "cache" / "weights").iterdir())) == 4
+
+
+def test_float_arithmetic_does_not_go_with_kept_layers(provider: ScriptedProvider) -> None:
+    provider.forget_calls()
+    for options in ({"mask": "gaussian-pool"}, {"mask": "off", "arithmetic": "float"}):
+        with (
+            pytest.raises(ConfigurationError, match=r"keep= \(--keep\) needs ring arithmetic"),
+            provider.client(verify=False, keep="attention", **options),
+        ):
+            pass
+    assert provider.calls == []
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_every_option_is_a_flag_unless_it_holds_more_than_a_word() -> None:
     flags = {option.name: option for option in command.params}
     assert set(flags) - {"config", "help"} - set(RunRecipe.model_fields) == {
         "url", "identity", "mask", "verify", "parameters", "hints", "pool", "precision", "tokenizer", "pad_rows",
-        "accept_change", "peer_uid", "keep",
+        "accept_change", "peer_uid", "keep", "keep_dtype",
     }  # fmt: skip
     assert set(RunRecipe.model_fields) - set(flags) == {"peft_config"}
     assert all(option.default is None and option.help for option in command.params if option.name != "help")
