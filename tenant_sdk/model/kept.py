@@ -22,8 +22,10 @@ from wire.ring.coding import product
 from wire.ring.seeded_rows import SeededRows
 
 _CPU = torch.device("cpu")
-_BLOCK_NUMBERS = 1 << 18
-"""How many weights are widened to float32 at a time: 1 MiB, which stays in a core's cache."""
+_BLOCK_NUMBERS = 1 << 20
+"""How many weights are widened to float32 at a time, 4 MiB. On two shared cores a weight of 4096 × 6144 took 7.2 ms for
+one row and 77 ms for 256 (4.0 and 70 in float32); with a quarter of this number 8.9 and 98, with four times 6.4 and
+78."""
 
 
 class KeptWeights:
