@@ -1,8 +1,8 @@
 """This module holds `TenantClient`, the one object that a user of a provider needs.
 
-Guarantees: the base weights of a networked provider reach this process only by `keep`. Adapters, data and optimizer state never
-leave this process. Activations and gradients leave this process only in the form that the chosen mask gives them (see
-`explain`). Every failure is raised as one error of wire/errors.py.
+Guarantees: base weights of a networked provider reach this process only if `keep` fetches them. Adapters, data and
+optimizer state never leave this process. Activations and gradients leave this process only in the form that the chosen
+mask gives them (see `explain`). Every failure is raised as one error of wire/errors.py.
 """
 
 from __future__ import annotations

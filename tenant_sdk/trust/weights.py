@@ -3,9 +3,9 @@ verified, if the provider gives them away.
 
 Guarantees: which groups are fetched, and in which order, depends on the tenant's setting and on the manifest alone. The
 sizes are those of the manifest, and are compared with the free memory before anything is asked for. A weight is used
-only if its SHA-256 is the manifest's, no number is -128, its norms are those of the manifest, so that products do not
-wrap, and its scales are those of the bundle and not above `MOST_SCALE`. Weights that were fetched are kept below the
-cache folder in stores (wire/prepared.py), one for each group, by digest; what is read there is checked in the same way.
+only if its SHA-256 is the manifest's, no number is -128, no norm is above the manifest's, so that products do not wrap,
+and its scales are those of the bundle and not above `MOST_SCALE`. Weights that were fetched are kept below the cache
+folder in stores (wire/prepared.py), one for each group, by digest; what is read there is checked in the same way.
 
 Not guaranteed: that the weights are good ones. The provider chooses them, as it chooses its replies without `verify`.
 So numbers may overflow in a kept layer, which is dealt with as in any other (tenant_sdk/model/run_state.py).
@@ -26,7 +26,7 @@ from wire.errors import ConfigurationError, MalformedFrame
 from wire.frame import ITEM_BYTES
 from wire.manifest import GroupInfo, Manifest
 from wire.prepared import PreparedLayer, StoreKey, open_store, writing
-from wire.ring.quantise import INT8_MAX, digest, norm_bounds, square_sums
+from wire.ring.quantise import INT8_MAX, digest, square_sums
 from wire.transport.connection import Connection
 
 MOST_SCALE = float(1 << 16)
@@ -90,7 +90,12 @@ def _check_memory(num_bytes: int) -> None:
 
 def _fetched(connection: Connection, group: GroupInfo, alpha: torch.Tensor) -> torch.Tensor:
     """Fetches a group's weight and checks it."""
-    data = torch.empty(group.weight_bytes, dtype=torch.uint8)
+    try:
+        data = torch.empty(group.weight_bytes, dtype=torch.uint8)
+    except RuntimeError:  # Where nothing tells how much memory is free, the size may be beyond any machine.
+        raise ConfigurationError(
+            f"there is no memory for the {group.weight_bytes / 1e9:.1f} GB of a kept layer: keep fewer (keep=, --keep)"
+        ) from None
     view, received = data.numpy().data, 0
     for chunk in connection.fetch_weights(group):
         if received + len(chunk) > len(view):
@@ -107,12 +112,13 @@ def _fetched(connection: Connection, group: GroupInfo, alpha: torch.Tensor) -> t
 
 def _checked(weight: torch.Tensor, group: GroupInfo, alpha: torch.Tensor) -> torch.Tensor:
     """Returns a group's weight if it is the one of the manifest, and one that the quantiser can have made."""
-    if digest(weight, alpha) != group.digest:
-        raise _other_weight(group)
-    # Two numbers of the manifest that are too small would make products wrap.
-    bounds = norm_bounds(*square_sums(weight))
-    if int(weight.min()) < -INT8_MAX or bounds != (group.max_column_norm, group.max_row_norm):
-        raise MalformedFrame(f"the provider's weight of {group.name} is none that the quantiser makes")
+    if tuple(weight.shape) != (group.in_features, group.out_features) or digest(weight, alpha) != group.digest:
+        raise _other_weight(group)  # The digest does not cover the shape.
+    columns, rows = (float(squares.max()) for squares in square_sums(weight))
+    if int(weight.min()) < -INT8_MAX:
+        raise MalformedFrame(f"the provider's weight of {group.name} holds -128, which the quantiser never makes")
+    if columns > group.max_column_norm**2 or rows > group.max_row_norm**2:  # With such norms products would wrap.
+        raise MalformedFrame(f"the provider's weight of {group.name} has a larger norm than its manifest says")
     return weight
 
 

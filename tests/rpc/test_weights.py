@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tenant_sdk.session import AcceptedChangeWarning
 from tenant_sdk.usage import status_of
 from tests.support.providers import Provider, WrappedModel, make_served_model
 from tests.support.tiny_models import make_chat_model
+from tests.support.waiting import until
 from wire.errors import (
     ConfigurationError,
     MalformedFrame,
@@ -174,6 +176,27 @@ def test_a_transfer_that_is_given_up_takes_all_its_bytes_from_the_quota(
     chunks.close()  # type: ignore[attr-defined]
     with pytest.raises(QuotaExceeded):
         fetched(provider)
+
+
+def test_the_part_of_a_weight_that_was_sent_is_counted(start: Callable[..., Provider], served: ServedModel) -> None:
+    """The tenant gives up after the first part, which only the provider counts."""
+    slow, gone = WrappedModel(served), threading.Event()
+
+    def read(group: int) -> Iterator[bytes]:
+        yield bytes(100)
+        assert gone.wait(30)
+        yield bytes(50)
+
+    slow.read_weights = read  # type: ignore[attr-defined]
+    provider = start(slow, Admission({"acme": LARGE}))
+    connection = provider.connect()
+    chunks = connection.fetch_weights(connection.manifest().groups[0])
+    assert next(chunks) == bytes(100)
+    chunks.close()  # type: ignore[attr-defined]
+    gone.set()
+    until(lambda: theirs(provider).weight_bytes > 0, "the provider's count")
+    assert theirs(provider).weight_bytes == 100
+    assert connection.traffic.usage.total().is_zero
 
 
 def test_a_provider_that_was_restarted_goes_on_with_the_quota(

@@ -120,16 +120,48 @@ def test_other_scales_than_the_bundle_has_are_refused(tmp_path: Path) -> None:
 def test_a_number_that_the_quantiser_does_not_make_is_refused(tmp_path: Path) -> None:
     weight = WEIGHT.clone()
     weight[0, 1] = -128
-    with pytest.raises(MalformedFrame, match="none that the quantiser makes"):
+    with pytest.raises(MalformedFrame, match="holds -128, which the quantiser never makes"):
         fetch(tmp_path, Giver(bytes_of(weight, ALPHA)), group_of(weight, ALPHA, max_column_norm=150.0))
 
 
 @pytest.mark.parametrize("norm", ["max_column_norm", "max_row_norm"])
 def test_norms_with_which_products_would_wrap_are_refused(tmp_path: Path, norm: str) -> None:
-    group = group_of(WEIGHT, ALPHA, **{norm: 1.0})
-    with pytest.raises(MalformedFrame, match="none that the quantiser makes"):
+    exact = getattr(group_of(WEIGHT, ALPHA), norm)
+    group = group_of(WEIGHT, ALPHA, **{norm: exact * (1 - 1e-9)})
+    with pytest.raises(MalformedFrame, match="a larger norm than its manifest says"):
         fetch(tmp_path, Giver(bytes_of(WEIGHT, ALPHA)), group)
     assert not (tmp_path / "cache" / "weights").exists()
+    assert torch.equal(fetch(tmp_path, Giver(bytes_of(WEIGHT, ALPHA)), group_of(WEIGHT, ALPHA)), WEIGHT)
+
+
+def test_the_bytes_of_a_weight_of_another_shape_are_not_taken_from_the_cache(tmp_path: Path) -> None:
+    """The digest does not cover the shape: 4 rows of 3 numbers and 3 scales may be the bytes of 2 rows of 4 numbers and
+    4 scales."""
+    tall, wide = torch.ones(4, 3, dtype=torch.int8), torch.ones(2, 4, dtype=torch.int8)
+    scales = torch.frombuffer(bytearray(b"\1" * 16), dtype=torch.float32)
+    assert bytes_of(tall, scales[:3]) == bytes_of(wide, scales)
+    fetch(tmp_path, Giver(bytes_of(tall, scales[:3])), group_of(tall, scales[:3]), scales[:3].clone())
+    giver = Giver(bytes_of(wide, scales))
+    assert torch.equal(fetch(tmp_path, giver, group_of(wide, scales), scales.clone()), wide)
+    assert giver.asked == 1
+
+
+def test_a_machine_that_does_not_tell_its_memory_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenant_sdk.trust.weights.free_memory", lambda: None)
+    features = 1 << 22
+    group = group_of(WEIGHT, ALPHA, in_features=features, out_features=features)
+    with pytest.raises(MalformedFrame, match="do not fit the manifest"):  # the bundle would have to hold as many scales
+        fetch(tmp_path, Giver(), group)
+    scales, empty = torch.ones(features), torch.empty
+
+    def small(size: Any, *others: Any, **options: Any) -> torch.Tensor:
+        if isinstance(size, int) and size > 1 << 40:
+            raise RuntimeError("this machine has less memory")
+        return empty(size, *others, **options)
+
+    monkeypatch.setattr(torch, "empty", small)
+    with pytest.raises(ConfigurationError, match="no memory for the 17592"):
+        fetch(tmp_path, Giver(), group, scales)
 
 
 @pytest.mark.parametrize("sizes", [(1 << 22, 1 << 22), (1 << 22, 1 << 12)])
