@@ -408,10 +408,11 @@ finally:
         ("--url inproc:smollm2-135m --verify none.gguf", "cannot find the checkpoint 'none.gguf'"),
         ("--url inproc:smollm2-135m --verify no/where", "HF_HUB_OFFLINE=0"),
         ("--url inproc:smollm2-135m --tokenizer no/where", "the tokenizer 'no/where' is neither a path nor cached"),
-        ("--url inproc:smollm2-135m --accept-change weights", "accept_changes (--accept-change"),
+        ("--url inproc:smollm2-135m --accept-change bundle", "accept_changes (--accept-change"),
         ("--url inproc:smollm2-135m --peer-uid 7", "peer_uid is for ipc: only"),
         ("--url inproc:smollm2-135m --pad-rows -1", "pad_rows"),
-        ("--url inproc:smollm2-135m --keep attention", "name it with verify= (--verify)"),
+        ("--url inproc:smollm2-135m --keep lower:0", "keep (--keep) is"),
+        ("--url inproc:smollm2-135m --keep attention --keep-dtype bf16", "name it with verify= (--verify)"),
     ],
 )
 def test_a_wrong_option_is_told_before_torch_is_needed(
