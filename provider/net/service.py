@@ -281,17 +281,13 @@ class ProviderService:
         yield from chunks
 
     def _send_weights(self, request: bytes, context: Any) -> Iterator[bytes]:
-        """Sends the weight of one group to a tenant that may fetch it, and counts what was sent."""
+        """Sends the weight of one group to a tenant that may fetch it, and counts each chunk as it is sent: gRPC drops
+        this generator without a word if the tenant gives up."""
         tenant = self._enter(context)
         usage = self.usage.of(tenant)
-        chunks = self._weights_for(tenant, request, context)
-        num_sent = 0
-        try:
-            for chunk in chunks:
-                yield chunk
-                num_sent += len(chunk)
-        finally:
-            usage.fetched(num_sent)
+        for chunk in self._weights_for(tenant, request, context):
+            usage.fetched(len(chunk))
+            yield chunk
 
     def _weights_for(self, tenant: str, request: bytes, context: Any) -> Iterator[bytes]:
         """Returns the chunks of the weight that a tenant asks for; ends the RPC if the tenant may not have it."""

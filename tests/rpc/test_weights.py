@@ -3,7 +3,9 @@ allows it, within a quota, and that both sides count the same bytes."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,15 +21,14 @@ from provider.model.served_model import ServedModel
 from provider.model.weight_file import WeightFile
 from provider.net.admission import Admission
 from provider.net.server import Server
-from provider.operations.usage import UsageBook
+from provider.operations.usage import UsageBook, report
 from provider.schedule.quota import DailyBytes, TenantLimits
 from provider.serve import serve
 from tenant_sdk import TenantClient
 from tenant_sdk.session import AcceptedChangeWarning
-from tenant_sdk.usage import status_of
+from tenant_sdk.usage import status_of, status_text
 from tests.support.providers import Provider, WrappedModel, make_served_model
 from tests.support.tiny_models import make_chat_model
-from tests.support.waiting import until
 from wire.errors import (
     ConfigurationError,
     MalformedFrame,
@@ -38,7 +39,7 @@ from wire.errors import (
 )
 from wire.manifest import GroupInfo
 from wire.transport.ipc.connection import IpcConnection
-from wire.usage import Usage
+from wire.usage import Usage, read_usage_file
 
 IDS = torch.arange(3, 14)[None]
 LARGE = TenantLimits(weight_bytes_per_day=1 << 20)
@@ -96,7 +97,9 @@ def test_kept_layers_are_computed_with_fetched_weights(
     assert "from weights that the provider chose" in said
     assert "their weights are asked for once" in said
     assert theirs(provider).weight_bytes == sum(group.weight_bytes for group in kept) > 0
-    own = status_of(provider.folder / "acme")["total"]
+    known = status_of(provider.folder / "acme")
+    own = known["total"]
+    assert "weight bytes" in status_text([known], as_json=False)
     assert own["weight_bytes"] == theirs(provider).weight_bytes
     assert (own["bytes_up"], own["bytes_down"]) == (theirs(provider).bytes_up, theirs(provider).bytes_down)
     num_asked = len(served.manifest().groups) - len(kept)
@@ -192,10 +195,9 @@ def test_the_part_of_a_weight_that_was_sent_is_counted(start: Callable[..., Prov
     connection = provider.connect()
     chunks = connection.fetch_weights(connection.manifest().groups[0])
     assert next(chunks) == bytes(100)
+    assert theirs(provider).weight_bytes == 100
     chunks.close()  # type: ignore[attr-defined]
     gone.set()
-    until(lambda: theirs(provider).weight_bytes > 0, "the provider's count")
-    assert theirs(provider).weight_bytes == 100
     assert connection.traffic.usage.total().is_zero
 
 
@@ -218,6 +220,10 @@ def test_a_provider_that_was_restarted_goes_on_with_the_quota(
             with pytest.raises(QuotaExceeded):
                 fetched(provider)
         assert book.save()
+    shown = report(read_usage_file(tmp_path / "usage.json"))
+    (row,) = csv.DictReader(io.StringIO(shown.csv()))
+    assert (row["weight_bytes"], row["bytes_down"]) == (str(group.weight_bytes),) * 2
+    assert shown.table().splitlines()[0].split()[-2:] == ["weight", "bytes"]
 
 
 def test_a_day_has_a_quota_of_its_own() -> None:

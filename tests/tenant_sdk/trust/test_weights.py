@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tenant_sdk.trust.weights import MOST_SCALE, fetch_weights
@@ -69,6 +72,18 @@ def test_a_weight_is_fetched_once_and_read_from_the_cache_later(tmp_path: Path) 
     for _ in range(2):
         assert torch.equal(fetch(tmp_path, giver, group), WEIGHT)
     assert giver.asked == 1
+
+
+@given(st.lists(st.binary(max_size=12), max_size=6), st.integers(0, 18), st.booleans())
+def test_whatever_comes_is_the_weight_or_a_malformed_frame(parts: list[bytes], cut: int, is_whole: bool) -> None:
+    data = bytes_of(WEIGHT, ALPHA)
+    chunks = [data[:cut], data[cut:]] if is_whole else parts
+    with tempfile.TemporaryDirectory() as folder:
+        if is_whole:
+            assert torch.equal(fetch(Path(folder), Giver(*chunks), group_of(WEIGHT, ALPHA)), WEIGHT)
+        else:
+            with pytest.raises(MalformedFrame):
+                fetch(Path(folder), Giver(*chunks), group_of(WEIGHT, ALPHA))
 
 
 def test_a_cached_weight_that_was_changed_is_fetched_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
