@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -74,6 +74,7 @@ def test_a_weight_is_fetched_once_and_read_from_the_cache_later(tmp_path: Path) 
     assert giver.asked == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=12), max_size=6), st.integers(0, 18), st.booleans())
 def test_whatever_comes_is_the_weight_or_a_malformed_frame(parts: list[bytes], cut: int, is_whole: bool) -> None:
     data = bytes_of(WEIGHT, ALPHA)
