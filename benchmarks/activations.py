@@ -62,14 +62,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _THRESHOLD_BYTES = 1 << 16
 
 
-def fix_malloc() -> None:
+def _fix_malloc() -> None:
     """Makes malloc return each block of 64 KiB or more to the system as soon as it is freed."""
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _THRESHOLD_BYTES)
 
 
-def adapter_config(method: str) -> Any:
+def _adapter_config(method: str) -> Any:
     """Returns PEFT's config of one of METHODS."""
     from peft import IA3Config, LoraConfig, PrefixTuningConfig
 
@@ -81,7 +81,7 @@ def adapter_config(method: str) -> Any:
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-class Stepper:
+class _Stepper:
     """Takes fine-tuning steps of one variant."""
 
     def __init__(self, variant: str, model: Any, folder: Path, method: str = "lora") -> None:
@@ -90,7 +90,7 @@ class Stepper:
         from peft import get_peft_model
 
         torch.manual_seed(0)
-        self.model: Any = get_peft_model(model, adapter_config(method)).train()
+        self.model: Any = get_peft_model(model, _adapter_config(method)).train()
         self._takes_no_cache = {} if method == "prefix" else {"use_cache": False}
         self._kept = self._windows = None
         if variant not in ("local", "remote"):
@@ -135,17 +135,17 @@ def _client(url: str, folder: str) -> Any:
     return tenant_sdk.TenantClient(url, identity=Path(folder) / "bench", mask="off", cache=folder)
 
 
-def measure_peak(stepper: Stepper, num_tokens: int) -> dict[str, float]:
+def _measure_peak(stepper: _Stepper, num_tokens: int) -> dict[str, float]:
     """Takes a short step and then the step that is measured. Returns this step's `loss`, and `peak_mb`: by how many MB
     its peak of resident memory exceeds the memory before it."""
     stepper.step(SHORT)
-    before = rss_mb_now()
+    before = _rss_mb_now()
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident
     loss = stepper.step(num_tokens)
     return {"loss": loss, "peak_mb": _status("VmHWM") - before}
 
 
-def rss_mb_now() -> float:
+def _rss_mb_now() -> float:
     """Returns the resident memory of this process in MB, after freed pages have been given back."""
     import gc
     import os
@@ -162,29 +162,29 @@ def _status(name: str) -> float:
     return float("nan")
 
 
-def peak_process(method: str, variant: str, tokens: str, malloc: str, url: str, folder: str) -> None:
+def _peak_process(method: str, variant: str, tokens: str, malloc: str, url: str, folder: str) -> None:
     """Measures one variant in this process, and prints the result as JSON."""
     if malloc == "fixed":
-        fix_malloc()
+        _fix_malloc()
     scratch, num_tokens = Path(folder) / "replies", int(tokens)
     if variant == "local":
-        found = measure_peak(Stepper(variant, local_model(), scratch, method), num_tokens)
+        found = _measure_peak(_Stepper(variant, local_model(), scratch, method), num_tokens)
     else:
         with _client(url, folder) as client:
-            stepper = Stepper(variant, client.load_model(), scratch, method)
+            stepper = _Stepper(variant, client.load_model(), scratch, method)
             stepper.step(SHORT)
             before = client.traffic
             calls, up, down = before.calls, before.bytes_up, before.bytes_down
-            found = measure_peak(stepper, num_tokens)
+            found = _measure_peak(stepper, num_tokens)
             after = client.traffic
             found |= {"calls": after.calls - calls, "up": after.bytes_up - up, "down": after.bytes_down - down}
     print(json.dumps(found))
 
 
-def time_worker(variant: str, tokens: str, url: str, folder: str) -> None:
+def _time_worker(variant: str, tokens: str, url: str, folder: str) -> None:
     """Takes steps of one variant with LoRA, as a `Worker` process."""
     with _client(url, folder) as client:
-        stepper = Stepper(variant, client.load_model(), Path(folder) / "replies")
+        stepper = _Stepper(variant, client.load_model(), Path(folder) / "replies")
         stepper.step(SHORT)
         serve_worker(lambda: stepper.step(int(tokens)))
 
@@ -237,7 +237,7 @@ def times(tokens: int, variants: Sequence[str], url: str, folder: str, repeats: 
     return found
 
 
-def add_result(file: Path, method: str, tokens: int, variant: str, found: dict[str, float]) -> None:
+def _add_result(file: Path, method: str, tokens: int, variant: str, found: dict[str, float]) -> None:
     """Adds a result to a JSON file; it replaces an earlier result of the same method, number of tokens and variant."""
     results = json.loads(file.read_text()) if file.exists() else {}
     results.setdefault(method, {}).setdefault(str(tokens), {})[variant] = found
@@ -280,7 +280,7 @@ def main() -> None:
                 for variant, one in peaks(method, tokens, variants, url, folder, given.limit_s, given.malloc):
                     found[variant] = one
                     if given.results is not None:
-                        add_result(given.results, method, tokens, variant, one)
+                        _add_result(given.results, method, tokens, variant, one)
                 if given.repeats and method == "lora":
                     for variant, one in times(tokens, given.variants, url, folder, given.repeats).items():
                         found.setdefault(variant, {}).update(one)
@@ -347,7 +347,7 @@ def plot(peaks: Peaks, file: Path) -> None:
     plots.close(figure)
 
 
-def draw_figures(arguments: Sequence[str]) -> None:
+def _draw_figures(arguments: Sequence[str]) -> None:
     """Prints both tables; with `--plots` also writes both plots."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.activations figures")
     parser.add_argument("results", type=Path, metavar="FILE.json")
@@ -423,17 +423,17 @@ class Kept:
         storage = packed.untyped_storage()
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
-            self.num_bytes[label_of(self._running[-1])] += storage.nbytes()
+            self.num_bytes[_label_of(self._running[-1])] += storage.nbytes()
 
 
-def label_of(name: str) -> str:
+def _label_of(name: str) -> str:
     """Returns the label of the part to which a module belongs."""
     whole = name.removesuffix(".default")
     last = whole.rpartition(".")[2]
     return next(label for inner, outer, label in _PARTS if re.search(inner, last) and re.search(outer, whole))
 
 
-def measure_kept(model: Any, ids: Any, pruned: bool) -> dict[str, int]:
+def _measure_kept(model: Any, ids: Any, pruned: bool) -> dict[str, int]:
     """Returns the bytes that one forward pass keeps, by part; an empty dict if the loss needs no gradient.
 
     Args:
@@ -482,7 +482,7 @@ def show_kept(arguments: Sequence[str] = ()) -> None:
             config = LoraConfig(
                 r=16, lora_alpha=32, target_modules="all-linear", lora_dropout=given.dropout, task_type="CAUSAL_LM"
             )
-            found.append(measure_kept(get_peft_model(client.load_model(), config).train(), ids, pruned))
+            found.append(_measure_kept(get_peft_model(client.load_model(), config).train(), ids, pruned))
     print("| kept for the backward pass, kB a token | transformers and PEFT | pruned |\n|---|---|---|")
     for label in found[0]:
         print(f"| {label} | {' | '.join(f'{one[label] / given.tokens / 1e3:.0f}' for one in found)} |")
@@ -491,11 +491,11 @@ def show_kept(arguments: Sequence[str] = ()) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["peak"]:
-        peak_process(*sys.argv[2:])
+        _peak_process(*sys.argv[2:])
     elif sys.argv[1:2] == ["time"]:
-        time_worker(*sys.argv[2:])
+        _time_worker(*sys.argv[2:])
     elif sys.argv[1:2] == ["figures"]:
-        draw_figures(sys.argv[2:])
+        _draw_figures(sys.argv[2:])
     elif sys.argv[1:2] == ["kept"]:
         show_kept(sys.argv[2:])
     else:

@@ -93,7 +93,7 @@ def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: i
     return times[len(names) :]  # without the first round, which writes to places that were never used
 
 
-def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[Times]:
+def _peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[Times]:
     """Returns how long PEFT takes to load an adapter and make it the active one, for each load."""
     from peft import PeftModel
 
@@ -131,7 +131,7 @@ def run(count: int = 50) -> dict[str, Times]:
         ):
             medians[name] = _medians(switches(model, roots[dtype], names, count, host_bytes))
         medians["PEFT's load_adapter"] = _medians(
-            peft_switches(model, roots[torch.float32], names, max(3, count // 10))
+            _peft_switches(model, roots[torch.float32], names, max(3, count // 10))
         )
     return medians
 
@@ -191,7 +191,7 @@ def save_kind(model: Any, folder: Path, title: str) -> None:
     adapted.save_pretrained(folder, save_embedding_layers=False)
 
 
-def load_ms(model: Any, root: Path, names: tuple[str, str]) -> tuple[float, float]:
+def _load_ms(model: Any, root: Path, names: tuple[str, str]) -> tuple[float, float]:
     """Returns two median times in ms: how long a new store takes to load the first adapter from disk onto the device,
     and then the second one, which has the same settings. Raises SystemExit if an adapter cannot be loaded."""
     times: tuple[list[float], list[float]] = ([], [])
@@ -212,7 +212,7 @@ def load_ms(model: Any, root: Path, names: tuple[str, str]) -> tuple[float, floa
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def save_more(root: Path, name: str) -> list[str]:
+def _save_more(root: Path, name: str) -> list[str]:
     """Saves `ROWS` adapters with the settings of another one and numbers a little different; returns their names."""
     names = [f"{name}-{number}" for number in range(ROWS)]
     for number, other in enumerate(names):
@@ -224,7 +224,7 @@ def save_more(root: Path, name: str) -> list[str]:
     return names
 
 
-def rows_ms(model: Any, root: Path, passes: dict[str, list[str]], rounds: int) -> dict[str, float]:
+def _rows_ms(model: Any, root: Path, passes: dict[str, list[str]], rounds: int) -> dict[str, float]:
     """Returns, for each pass, the median time in ms of a step of `ROWS` rows, in which the adapters that the pass names
     have as many rows each; no adapter stands for the base model."""
     ids, times = torch.arange(ROWS)[None], dict[str, list[float]]()
@@ -253,7 +253,7 @@ def rows_ms(model: Any, root: Path, passes: dict[str, list[str]], rounds: int) -
     return {title: statistics.median(each) for title, each in times.items()}
 
 
-def compare_kinds() -> None:
+def _compare_kinds() -> None:
     """Measures the kinds and prints the results as a table."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -264,11 +264,11 @@ def compare_kinds() -> None:
         for title, both in names.items():
             for name in both:
                 save_kind(model, root / name, title)
-        loads = {title: load_ms(model, root, both) for title, both in names.items()}
-        one = rows_ms(model, root, {"": [], **{title: [name] for title, (name, _) in names.items()}}, ROUNDS)
+        loads = {title: _load_ms(model, root, both) for title, both in names.items()}
+        one = _rows_ms(model, root, {"": [], **{title: [name] for title, (name, _) in names.items()}}, ROUNDS)
         many = {}
         for title, (name, _) in names.items():
-            many |= rows_ms(model, root, {title: save_more(root, name)}, 2)
+            many |= _rows_ms(model, root, {title: _save_more(root, name)}, 2)
     print(
         f"| | read from disk, ms | a second one of its settings, ms | {ROWS} rows of one adapter, ms | of {ROWS}, ms |"
     )
@@ -279,9 +279,9 @@ def compare_kinds() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["kinds"]:
-        argparse.ArgumentParser("python -m benchmarks.adapters kinds", description=compare_kinds.__doc__).parse_args(
+        argparse.ArgumentParser("python -m benchmarks.adapters kinds", description=_compare_kinds.__doc__).parse_args(
             sys.argv[2:]
         )
-        compare_kinds()
+        _compare_kinds()
     else:
         main()

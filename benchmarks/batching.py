@@ -38,7 +38,7 @@ LOAD_CORE = 1
 
 
 @dataclass(frozen=True)
-class Load:
+class _Load:
     """Describes the load of one tenant.
 
     Attributes:
@@ -90,7 +90,7 @@ def recorded_rows() -> Path:
     return folder / "rows.safetensors"
 
 
-def take_step(url: str, folder: Path) -> None:
+def _take_step(url: str, folder: Path) -> None:
     """Takes one fine-tuning step as the tenant `recorded`, whose requests the provider records."""
     import tenant_sdk
     from benchmarks.finetune_step import step_of
@@ -103,7 +103,7 @@ def take_step(url: str, folder: Path) -> None:
 # ---- the load's process ----------------------------------------------------------------------------------------------
 
 
-def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> None:
+def replay(url: str, folder: Path, recording: Path, loads: Sequence[_Load]) -> None:
     """Sends the load until standard input ends.
 
     Each line on standard input is a number of seconds. For each line, the function waits for this time, and then prints
@@ -136,10 +136,10 @@ def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> No
         first = int(torch.randint(len(known), ()))
         return known[(torch.arange(num_rows) + first) % len(known)]
 
-    def connect(load: Load) -> GrpcConnection:
+    def connect(load: _Load) -> GrpcConnection:
         return GrpcConnection(url, TlsIdentity.read(folder / load.tenant))
 
-    def work(load: Load, connection: GrpcConnection) -> None:
+    def work(load: _Load, connection: GrpcConnection) -> None:
         groups = connection.manifest().groups
         widths = {width for group in groups for width in (group.in_features, group.out_features)}
         rows = {width: rows_of(load.rows, width) for width in widths}
@@ -181,7 +181,7 @@ decode requests wait as little as possible."""
 
 
 @dataclass(frozen=True)
-class Found:
+class _Found:
     """Holds the measurements of one run, or medians over several runs.
 
     Attributes:
@@ -212,7 +212,7 @@ class Found:
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
-def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> Found:
+def _measure(loads: Sequence[_Load], *options: str, seconds: float = SECONDS) -> _Found:
     """Starts a provider with these options, starts its load, and measures both for `seconds`, after a quarter of this
     time that is not measured."""
     from provider.operations.status import look
@@ -254,11 +254,11 @@ def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> F
     rates = {name: count / span for name, count in rows.items()}
     busy = {load.tenant: grown("veilbase_compute_seconds_total", tenant=load.tenant) / span for load in loads}
     cores = {name: seconds / span for name, seconds in used.items()}
-    return Found(rates, latency, p99, batch, waits, cores, busy)
+    return _Found(rates, latency, p99, batch, waits, cores, busy)
 
 
 @contextlib.contextmanager
-def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[str]]:
+def _replayer(url: str, folder: str, load: _Load) -> Iterator[subprocess.Popen[str]]:
     """Starts the process of one tenant, and ends it after the `with` block. Each tenant has its own process, because
     threads of one process would wait for each other."""
     arguments = ["replay", url, folder, str(recorded_rows()), json.dumps([asdict(load)])]
@@ -308,13 +308,13 @@ def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
     return lower
 
 
-def medians(runs: Sequence[Found]) -> Found:
+def _medians(runs: Sequence[_Found]) -> _Found:
     """Returns the median of each measurement over several runs. A run without a measurement counts as 0."""
 
     def middle(dicts: list[dict[str, float]]) -> dict[str, float]:
         return {name: statistics.median(one.get(name, 0.0) for one in dicts) for name in sorted(set().union(*dicts))}
 
-    return Found(
+    return _Found(
         middle([one.rows_per_s for one in runs]),
         middle([one.latency_ms for one in runs]),
         middle([one.p99_ms for one in runs]),
@@ -325,24 +325,24 @@ def medians(runs: Sequence[Found]) -> Found:
     )
 
 
-def compare(cases: dict[str, tuple[Sequence[Load], tuple[str, ...]]], seconds: float = SECONDS) -> dict[str, Found]:
+def _compare(cases: dict[str, tuple[Sequence[_Load], tuple[str, ...]]], seconds: float = SECONDS) -> dict[str, _Found]:
     """Returns the medians of `ROUNDS` runs of each case, by case; the cases take turns."""
-    runs: dict[str, list[Found]] = {name: [] for name in cases}
+    runs: dict[str, list[_Found]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, (loads, options) in cases.items():
-            runs[name].append(measure(loads, *options, seconds=seconds))
-    return {name: medians(found) for name, found in runs.items()}
+            runs[name].append(_measure(loads, *options, seconds=seconds))
+    return {name: _medians(found) for name, found in runs.items()}
 
 
 # ---- scenarios -------------------------------------------------------------------------------------------------------
 
 
-def _eight_clients(slower: float, *options: str, seconds: float = SECONDS) -> dict[str, Found]:
+def _eight_clients(slower: float, *options: str, seconds: float = SECONDS) -> dict[str, _Found]:
     """Measures three policies with eight clients, whose batches have 2 to 256 rows and whose pauses differ. `slower` is
     the factor by which all pauses are longer than in table 5."""
     thoughts = (0.2, 3.0, 0.5, 1.7, 0.9, 2.2, 0.3, 1.1)
-    loads = [Load(f"t{2 ** (n + 1)}", 2 ** (n + 1), think_ms=slower * think) for n, think in enumerate(thoughts)]
-    return compare(
+    loads = [_Load(f"t{2 ** (n + 1)}", 2 ** (n + 1), think_ms=slower * think) for n, think in enumerate(thoughts)]
+    return _compare(
         {
             "opportunistic": (loads, options),
             "none": (loads, (*options, "--batching", "none")),
@@ -352,12 +352,12 @@ def _eight_clients(slower: float, *options: str, seconds: float = SECONDS) -> di
     )
 
 
-def table5() -> dict[str, Found]:
+def table5() -> dict[str, _Found]:
     """Repeats Symbiosis, table 5: eight inference clients with batches of 2 to 256 and different pauses."""
     return _eight_clients(1.0)
 
 
-def table5large() -> dict[str, Found]:
+def _table5large() -> dict[str, _Found]:
     """Repeats Symbiosis, table 5, with a block of Llama-2-7B's shape, since the paper's models are that large."""
     with tempfile.TemporaryDirectory() as folder:
         _make_block(Path(folder))
@@ -376,12 +376,12 @@ def _make_block(folder: Path) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def table4() -> dict[str, Found]:
+def _table4() -> dict[str, _Found]:
     """Repeats Symbiosis, table 4: a small request beside a large one."""
     # both always request the same layer, so that they compete under any policy
-    small, large = Load("small", 1, one_layer=True), Load("large", 512, think_ms=1.0, one_layer=True)
+    small, large = _Load("small", 1, one_layer=True), _Load("large", 512, think_ms=1.0, one_layer=True)
     lockstep = ("--batching", "lockstep", "--max-wait-ms", "60000")
-    return compare(
+    return _compare(
         {
             "small alone": ([small], ()),
             "both, lockstep": ([small, large], lockstep),
@@ -391,41 +391,41 @@ def table4() -> dict[str, Found]:
     )
 
 
-def flood() -> dict[str, Found]:
+def flood() -> dict[str, _Found]:
     """Measures a tenant that decodes while another tenant sends as much as possible."""
-    decode = Load("decode", 1, think_ms=1.0)
+    decode = _Load("decode", 1, think_ms=1.0)
     target = ("--slo-ms", TIGHT_MS)
-    return compare(
+    return _compare(
         {
             "alone": ([decode], target),
-            "beside 512 rows, 8 at a time": ([decode, Load("flood", 512, think_ms=0, in_flight=8)], target),
-            "beside gradients": ([decode, Load("flood", 512, is_training=True, think_ms=0, in_flight=4)], target),
-            "beside 16 rows, 24 at a time": ([decode, Load("flood", 16, think_ms=0, in_flight=24)], target),
+            "beside 512 rows, 8 at a time": ([decode, _Load("flood", 512, think_ms=0, in_flight=8)], target),
+            "beside gradients": ([decode, _Load("flood", 512, is_training=True, think_ms=0, in_flight=4)], target),
+            "beside 16 rows, 24 at a time": ([decode, _Load("flood", 16, think_ms=0, in_flight=24)], target),
             "beside gradients, no target": (
-                [decode, Load("flood", 512, is_training=True, think_ms=0, in_flight=4)],
+                [decode, _Load("flood", 512, is_training=True, think_ms=0, in_flight=4)],
                 (),
             ),
         }
     )
 
 
-def figures22and23() -> dict[str, Found]:
+def _figures22and23() -> dict[str, _Found]:
     """Repeats Symbiosis, figures 22 and 23: eight inference clients, then six inference clients and two that
     fine-tune."""
-    inference = [Load(f"i{number}", 1 + number % 4, think_ms=2.0 + 0.3 * number) for number in range(8)]
-    tuning = [Load(f"f{number}", 512, is_training=True, think_ms=1.0) for number in range(2)]
+    inference = [_Load(f"i{number}", 1 + number % 4, think_ms=2.0 + 0.3 * number) for number in range(8)]
+    tuning = [_Load(f"f{number}", 512, is_training=True, think_ms=1.0) for number in range(2)]
     target = ("--slo-ms", TIGHT_MS)
-    return compare({"8 inference": (inference, target), "6 inference + 2": (inference[:6] + tuning, target)})
+    return _compare({"8 inference": (inference, target), "6 inference + 2": (inference[:6] + tuning, target)})
 
 
-def flexllm() -> dict[str, Found]:
+def _flexllm() -> dict[str, _Found]:
     """Repeats a measurement of FlexLLM: how much throughput fine-tuning keeps beside inference with a target of 10 ms
     per request."""
-    inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
+    inference = [_Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
     in_spells = [replace(load, spell_s=0.5) for load in inference]
-    tuning = [Load("tune", 512, is_training=True, think_ms=0, in_flight=3)]
+    tuning = [_Load("tune", 512, is_training=True, think_ms=0, in_flight=3)]
     target = ("--slo-ms", "10")
-    found = compare(
+    found = _compare(
         {
             "fine-tuning alone": (tuning, target),
             "inference alone": (inference, target),
@@ -451,16 +451,16 @@ def flexllm() -> dict[str, Found]:
     return found
 
 
-def windows() -> dict[str, Found]:
+def windows() -> dict[str, _Found]:
     """Measures the latency of decode beside a tenant that fine-tunes on 2,048 tokens.
 
     The tenant sends all tokens in one request, or in requests of 256 tokens. The provider has a target of 10 ms for the
     latency and splits large requests to keep it, or has no target and splits no request.
     """
-    inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
-    tuning = {rows: [Load("tune", rows, is_training=True, think_ms=0)] for rows in (2048, 256)}
+    inference = [_Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
+    tuning = {rows: [_Load("tune", rows, is_training=True, think_ms=0)] for rows in (2048, 256)}
     target, uncut = ("--slo-ms", "10"), ("--batching", "none")
-    return compare(
+    return _compare(
         {
             "decode alone": (inference, target),
             "beside 2,048 rows, target": (inference + tuning[2048], target),
@@ -471,7 +471,7 @@ def windows() -> dict[str, Found]:
     )
 
 
-def plot_waits(found: dict[str, Found], file: Path) -> None:
+def _plot_waits(found: dict[str, _Found], file: Path) -> None:
     """Draws the plot of Symbiosis, figure 7: the mean wait before each layer's product, by policy."""
     from benchmarks.common import pyplot
 
@@ -489,7 +489,7 @@ def plot_waits(found: dict[str, Found], file: Path) -> None:
 
 
 SCENARIOS = {
-    one.__name__: one for one in (table5, table5large, table4, flood, figures22and23, flexllm, windows)
+    one.__name__: one for one in (table5, _table5large, _table4, flood, _figures22and23, _flexllm, windows)
 }  # fmt: skip
 
 
@@ -516,13 +516,13 @@ def main(arguments: Sequence[str]) -> None:
             low, high = min(waits), max(waits)
             print(f"{case}: mean wait by layer group {low:.2f} to {high:.2f} ms, {statistics.mean(waits):.2f} over all")
         if name == "table5" and given.plot is not None:
-            plot_waits(cases, given.plot)
+            _plot_waits(cases, given.plot)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["step"]:
-        take_step(sys.argv[2], Path(sys.argv[3]))
+        _take_step(sys.argv[2], Path(sys.argv[3]))
     elif sys.argv[1:2] == ["replay"]:
-        replay(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), [Load(**one) for one in json.loads(sys.argv[5])])
+        replay(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), [_Load(**one) for one in json.loads(sys.argv[5])])
     else:
         main(sys.argv[1:])

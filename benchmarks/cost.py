@@ -172,7 +172,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Shape:
+class _Shape:
     """Holds a model's shape, from its published config.
 
     Attributes:
@@ -225,10 +225,10 @@ class Shape:
 
 
 SHAPES = (
-    Shape("135M", "SmolLM2-135M", 30, 576, 192, 1536, 49152, tied=True, up_norm=41.6),
-    Shape("1B", "Llama-3.2-1B", 16, 2048, 512, 8192, 128256, tied=True),
-    Shape("7B", "Llama-2-7B", 32, 4096, 4096, 11008, 32000, tied=False),
-    Shape("70B", "Llama-3-70B", 80, 8192, 1024, 28672, 128256, tied=False),
+    _Shape("135M", "SmolLM2-135M", 30, 576, 192, 1536, 49152, tied=True, up_norm=41.6),
+    _Shape("1B", "Llama-3.2-1B", 16, 2048, 512, 8192, 128256, tied=True),
+    _Shape("7B", "Llama-2-7B", 32, 4096, 4096, 11008, 32000, tied=False),
+    _Shape("70B", "Llama-3-70B", 80, 8192, 1024, 28672, 128256, tied=False),
 )
 
 
@@ -239,12 +239,12 @@ class Calls:
     each: tuple[tuple[Group, int], ...]
 
     @classmethod
-    def decoding(cls, shape: Shape, keep: str = "") -> Calls:
+    def decoding(cls, shape: _Shape, keep: str = "") -> Calls:
         """Returns those of a decode step; `keep` names the kind of groups that the tenant computes."""
         return cls(tuple((group, FORWARD) for group in shape.groups() if group.kind != keep))
 
     @classmethod
-    def training(cls, shape: Shape, keep: str = "", adapted: float = 1.0, cached: bool = False) -> Calls:
+    def training(cls, shape: _Shape, keep: str = "", adapted: float = 1.0, cached: bool = False) -> Calls:
         """Returns those of a training step.
 
         Args:
@@ -273,7 +273,7 @@ class Calls:
         return sum(2 * group.weights for group, _ in self.each)
 
 
-def hint_bytes(shape: Shape, direction: int) -> int:
+def hint_bytes(shape: _Shape, direction: int) -> int:
     """Returns the disk that hints of a direction take with the default parameters."""
     rows = PARAMETERS["default"].dimension
     groups = shape.groups()
@@ -292,7 +292,7 @@ class Provider:
 
 
 @dataclass(frozen=True)
-class Step:
+class _Step:
     """Holds the parts of a step, in seconds, and the bytes that it sends and receives."""
 
     masks: float
@@ -321,8 +321,13 @@ class Model:
         self.gpu = Provider(measured.ring_ops, measured.ring_rate)
 
     def training(
-        self, shape: Shape, link: Link, provider: Provider | None = None, tokens: int | None = None, ready: bool = False
-    ) -> Step:
+        self,
+        shape: _Shape,
+        link: Link,
+        provider: Provider | None = None,
+        tokens: int | None = None,
+        ready: bool = False,
+    ) -> _Step:
         """Returns a training step; with `ready` its masks were made before."""
         rows = tokens or int(self.assumed.step_tokens)
         own = rows * self.own_training_s(shape)
@@ -330,13 +335,13 @@ class Model:
 
     def decoding(
         self,
-        shape: Shape,
+        shape: _Shape,
         link: Link,
         batch: int,
         provider: Provider | None = None,
         keep: str = "",
         ready: bool = False,
-    ) -> Step:
+    ) -> _Step:
         """Returns a decode step of so many answers; `keep` names the kind of groups that the tenant computes."""
         calls = Calls.decoding(shape, keep)
         own = self.own_decoding_s(shape, batch)
@@ -346,12 +351,12 @@ class Model:
 
     def _step(
         self, calls: Calls, rows: int, link: Link, provider: Provider | None, own: float, ready: bool
-    ) -> Step:  # fmt: skip
+    ) -> _Step:  # fmt: skip
         measured, up_down, is_ipc = self.measured, calls.message_bytes(rows), link.bits_per_s is None
         provider = provider or self.gpu
         rate = measured.ipc_rate if link.bits_per_s is None else min(link.bits_per_s / 8, measured.tls_rate)
         weights = calls.products / 2
-        return Step(
+        return _Step(
             masks=0.0 if ready else rows * calls.numbers * measured.mask_ns * 1e-9,
             code=rows * calls.numbers * self.assumed.code_ns * 1e-9 / 2,
             link=sum(up_down) / rate,
@@ -360,13 +365,13 @@ class Model:
             own=own, up=up_down[0], down=up_down[1], is_ipc=is_ipc,
         )  # fmt: skip
 
-    def own_training_s(self, shape: Shape) -> float:
+    def own_training_s(self, shape: _Shape) -> float:
         """Returns the tenant's own work for a token: adapters, attention over rows of 256, head, small operations."""
         flops = 6 * shape.adapter_weights + 12 * 128 * shape.hidden * shape.num_blocks
         flops += 4 * shape.embedding if shape.tied else 0
         return flops / self.measured.fp32_flops + shape.kept_numbers * self.measured.kept_ns * 1e-9
 
-    def own_decoding_s(self, shape: Shape, batch: int) -> float:
+    def own_decoding_s(self, shape: _Shape, batch: int) -> float:
         """Returns the tenant's own work for a step: small operations, attention's keys and values, a tied head."""
         measured = self.measured
         kv = 2 * 4 * shape.kv * shape.num_blocks * self.assumed.context_tokens * batch
@@ -374,16 +379,16 @@ class Model:
         work = max(4 * head / measured.memory_rate, 2 * head * batch / measured.fp32_flops)
         return shape.num_blocks * measured.block_s + kv / measured.memory_rate + work
 
-    def core_seconds(self, step: Step) -> float:
+    def core_seconds(self, step: _Step) -> float:
         """Returns the tenant's processor time: two cores for masks and own work, one for encoding and for messages."""
         rate = self.measured.ipc_rate if step.is_ipc else self.measured.tls_rate
         return 2 * (step.masks + step.own + step.code) + (step.up + step.down) / rate
 
-    def local_training_s(self, shape: Shape, flops: float) -> float:
+    def local_training_s(self, shape: _Shape, flops: float) -> float:
         """Returns the time of a token on the tenant's two cores, whose products have this speed."""
         return 4 * shape.base_weights / flops + self.own_training_s(shape)
 
-    def local_decoding_s(self, shape: Shape, weight_bytes: int, batch: int) -> float:
+    def local_decoding_s(self, shape: _Shape, weight_bytes: int, batch: int) -> float:
         """Returns the time of a decode step on the tenant's two cores."""
         flops = self.measured.int8_flops if weight_bytes == 1 else self.measured.bf16_flops
         products = max(
@@ -391,7 +396,7 @@ class Model:
         )
         return products + self.own_decoding_s(shape, batch)
 
-    def rented_s(self, shape: Shape, is_training: bool, batch: int = 1) -> float:
+    def rented_s(self, shape: _Shape, is_training: bool, batch: int = 1) -> float:
         """Returns the time of a million tokens on a GPU that holds everything, in bf16. It is in the peer's favour:
         decoding is taken to be as fast as weights are read."""
         weights = shape.base_weights + (shape.embedding if shape.tied else 0)
@@ -399,7 +404,7 @@ class Model:
             return TOKENS * 4 * weights / self.measured.gpu_flops
         return TOKENS / batch * 2 * weights / self.measured.bf16_rate
 
-    def memory(self, shape: Shape, training: bool) -> float:
+    def memory(self, shape: _Shape, training: bool) -> float:
         """Returns the bytes that the tenant holds beside libraries, KV and what is under way: embedding, adapter, ready
         masks and, in training, activations."""
         if training:
@@ -409,11 +414,11 @@ class Model:
         free = int(self.assumed.free_memory_gb * 1e9)
         return self.own_memory(shape, training) + default_bytes(features, free, EFFECT_BYTES)
 
-    def local_memory(self, shape: Shape, weight_bytes: int, training: bool) -> float:
+    def local_memory(self, shape: _Shape, weight_bytes: int, training: bool) -> float:
         """Returns the same of a local run."""
         return shape.base_weights * weight_bytes + self.own_memory(shape, training)
 
-    def own_memory(self, shape: Shape, training: bool) -> float:
+    def own_memory(self, shape: _Shape, training: bool) -> float:
         """Returns the bytes of embedding, adapter and activations, which both have."""
         held = 4 * shape.embedding
         if training:
@@ -438,7 +443,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def bytes_table(model: Model) -> str:
+def _bytes_table(model: Model) -> str:
     """Returns what follows from the shapes alone."""
     head = (
         "model", "calls a token, forward", "numbers a token, forward", "bits, forward; backward", "MB decoded",
@@ -459,7 +464,7 @@ def bytes_table(model: Model) -> str:
     return table(head, rows)
 
 
-def tenant_table(model: Model) -> str:
+def _tenant_table(model: Model) -> str:
     """Returns what a million tokens take of the tenant, but for time."""
     head = (
         "model", "", "TB up + down", "tenant's core seconds", "disk, GB", "memory at least, GB", "the same local, int8",
@@ -477,7 +482,7 @@ def tenant_table(model: Model) -> str:
     return table(head, rows)
 
 
-def _of_a_million(model: Model) -> Iterator[tuple[Shape, bool, str, Step, float]]:
+def _of_a_million(model: Model) -> Iterator[tuple[_Shape, bool, str, _Step, float]]:
     """Yields, for each shape over 10 Gbit/s, first trained and then decoded: the shape, whether it is trained, the same
     in words, a step, and how many steps a million tokens take."""
     for is_training in (True, False):
@@ -486,7 +491,7 @@ def _of_a_million(model: Model) -> Iterator[tuple[Shape, bool, str, Step, float]
             yield shape, is_training, "trained" if is_training else f"decoded, {MANY} at once", step, TOKENS / tokens
 
 
-def _step(model: Model, shape: Shape, link: Link, is_training: bool) -> tuple[Step, int]:
+def _step(model: Model, shape: _Shape, link: Link, is_training: bool) -> tuple[_Step, int]:
     """Returns a step, and the tokens that it trains or decodes."""
     if is_training:
         return model.training(shape, link), int(model.assumed.step_tokens)
@@ -496,7 +501,7 @@ def _step(model: Model, shape: Shape, link: Link, is_training: bool) -> tuple[St
 _HOURS = ("model", *(link.name for link in LINKS), "local int8", "local bf16", "rented GPU", "confidential GPU")
 
 
-def training_table(model: Model) -> str:
+def _training_table(model: Model) -> str:
     """Returns the hours of a million tokens trained, over each link and with its peers."""
     measured, times = model.measured, TOKENS / int(model.assumed.step_tokens) / 3600
     rows = []
@@ -510,7 +515,7 @@ def training_table(model: Model) -> str:
     return table(_HOURS, rows)
 
 
-def decoding_table(model: Model, batch: int) -> str:
+def _decoding_table(model: Model, batch: int) -> str:
     """Returns the same of a million tokens decoded, so many answers at once."""
     rows, times = [], TOKENS / batch / 3600
     for shape in SHAPES:
@@ -522,7 +527,7 @@ def decoding_table(model: Model, batch: int) -> str:
     return table(_HOURS, rows)
 
 
-def price_table(model: Model) -> str:
+def _price_table(model: Model) -> str:
     """Returns the price of a million tokens over 10 Gbit/s, beside a rented and a confidential GPU."""
     assumed = model.assumed
     head = (
@@ -543,7 +548,7 @@ def price_table(model: Model) -> str:
     return table(head, rows)
 
 
-def encrypted_table(model: Model) -> str:
+def _encrypted_table(model: Model) -> str:
     """Returns Concrete ML's encrypted products beside ours."""
     shape = SHAPES[1]
     step, tokens = _step(model, shape, LINKS[2], is_training=True)
@@ -562,7 +567,7 @@ def encrypted_table(model: Model) -> str:
     return table(("", "Concrete ML", "Veilbase"), rows)
 
 
-def savings_table(model: Model) -> str:
+def _savings_table(model: Model) -> str:
     """Returns what `keep="attention"` and `cache_frozen_prefix` save."""
     head = (
         "model", "calls a token, forward", "MB decoded", "MB trained", "memory for kept weights, GB",
@@ -589,7 +594,7 @@ def savings_table(model: Model) -> str:
     return table(head, rows)
 
 
-def check_table(model: Model) -> str:
+def _check_table(model: Model) -> str:
     """Returns what was measured on SmolLM2-135M beside what the formulas give for it."""
     shape, tls, ipc = SHAPES[0], Link("loopback", 1e12, 0.0), LINKS[-1]
     far = Link("20 ms", 1e9, 0.0206)
@@ -601,7 +606,7 @@ def check_table(model: Model) -> str:
     def trained(calls: Calls) -> float:
         return sum(calls.message_bytes(512)) / 512 / 1e6
 
-    def shared(step: Step) -> float:
+    def shared(step: _Step) -> float:
         return step.provider + step.link + step.trips + step.code + step.own + step.masks
 
     rows = (
@@ -636,7 +641,7 @@ def _flag(each: Field[Any]) -> str:
     return "--" + each.name.replace("_", "-")
 
 
-def numbers_table(model: Model) -> str:
+def _numbers_table(model: Model) -> str:
     """Returns the numbers that the other tables are computed from."""
     rows = [
         (
@@ -660,16 +665,16 @@ def numbers_table(model: Model) -> str:
 
 
 TABLES: dict[str, Callable[[Model], str]] = {
-    "bytes": bytes_table,
-    "tenant": tenant_table,
-    "training": training_table,
-    "decoding one answer at a time": lambda model: decoding_table(model, 1),
-    f"decoding {MANY} answers at once": lambda model: decoding_table(model, MANY),
-    "price": price_table,
-    "encrypted": encrypted_table,
-    "savings": savings_table,
-    "check": check_table,
-    "numbers": numbers_table,
+    "bytes": _bytes_table,
+    "tenant": _tenant_table,
+    "training": _training_table,
+    "decoding one answer at a time": lambda model: _decoding_table(model, 1),
+    f"decoding {MANY} answers at once": lambda model: _decoding_table(model, MANY),
+    "price": _price_table,
+    "encrypted": _encrypted_table,
+    "savings": _savings_table,
+    "check": _check_table,
+    "numbers": _numbers_table,
 }
 """The tables by name, in the page's order."""
 

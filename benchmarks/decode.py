@@ -71,7 +71,7 @@ def remote(url: str, folder: str, mask: str) -> None:
         serve_worker(decode_of(client.load_model()), prepare)
 
 
-def drop_unnamed_files() -> None:
+def _drop_unnamed_files() -> None:
     """Writes this process's files without a name to the disk, and drops them from the page cache."""
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ def drop_unnamed_files() -> None:
                 os.posix_fadvise(int(entry.name), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def make_wide(folder: Path, num_blocks: int) -> None:
+def _make_wide(folder: Path, num_blocks: int) -> None:
     """Makes a checkpoint of Llama-2-7B's shape with a few blocks and random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,7 +98,7 @@ def make_wide(folder: Path, num_blocks: int) -> None:
     model.save_pretrained(folder)
 
 
-class RandomHints:
+class _RandomHints:
     """Serves a model, and answers requests for hints with random numbers: no time of decoding depends on their values,
     and computing them would take minutes."""
 
@@ -122,7 +122,7 @@ class RandomHints:
         return torch.randint(-(2**31), 2**31 - 1, (rows.num_rows, columns), dtype=torch.int32)
 
 
-def run_pools(repeats: int, names: Sequence[str] = POOLS, num_blocks: int = 2) -> dict[str, Any]:
+def _run_pools(repeats: int, names: Sequence[str] = POOLS, num_blocks: int = 2) -> dict[str, Any]:
     """Measures decoding with some of POOLS, memory first, in this process, where the provider computes too. Returns the
     median seconds of each run, and its median ratio to the first run."""
     import tenant_sdk
@@ -132,8 +132,8 @@ def run_pools(repeats: int, names: Sequence[str] = POOLS, num_blocks: int = 2) -
     tenant_sdk.tune()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        make_wide(folder / "model", num_blocks)
-        served = RandomHints(embedded.served_model(str(folder / "model"), "int8"))
+        _make_wide(folder / "model", num_blocks)
+        served = _RandomHints(embedded.served_model(str(folder / "model"), "int8"))
         for weights in (folder / "model").glob("*.safetensors"):
             weights.unlink()  # The provider has its own form of them.
         url = embedded.answer_by(lambda weights: InprocConnection(served))
@@ -149,7 +149,7 @@ def run_pools(repeats: int, names: Sequence[str] = POOLS, num_blocks: int = 2) -
             def prepare(client: Any = client, is_cold: str = is_cold) -> None:
                 client.prepare(ENOUGH_TOKENS)
                 if is_cold:
-                    drop_unnamed_files()
+                    _drop_unnamed_files()
 
             runs[name], before[name] = decode_of(client.load_model(), 255), prepare
         seconds = interleaved(runs, repeats, before=before)
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=("masks", "pools"), default="masks")
     given = parser.parse_args()
     if given.what == "pools":
-        found = run_pools(given.repeats, given.pools, given.blocks)
+        found = _run_pools(given.repeats, given.pools, given.blocks)
         print(f"| greedy decode, blocks of a 7B: {given.blocks} | tokens/s | speed against memory |\n|---|---|---|")
         for name, value in found["seconds"].items():
             print(f"| pool: {name} | {NEW_TOKENS / value:.2f} | {1 / found['ratios'][name]:.3f} |")

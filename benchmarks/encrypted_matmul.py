@@ -36,7 +36,7 @@ DEFAULT_PEER = Path(tempfile.gettempdir()) / "concrete-peer" / "bin" / "python"
 HOW_TO = "python3 -m venv {0} && {0}/bin/pip install concrete-ml-extensions==0.2.0 numpy"
 
 
-class Ours:
+class _Ours:
     """Runs a 576 → 576 layer of a provider in this process under a tenant's mask; no masks are made in the
     background."""
 
@@ -112,7 +112,7 @@ class Ours:
         self._executor.close()
 
 
-class Peer:
+class _Peer:
     """Runs the encrypted product in a process of its own."""
 
     def __init__(self, python: Path) -> None:
@@ -160,9 +160,9 @@ def run(python: Path = DEFAULT_PEER, rounds: int = 1, repeats: int = 9) -> dict[
     name."""
     seconds: dict[str, list[float]] = {"ours": [], "first": [], "peer": []}
     with ExitStack() as stack:
-        ours = Ours(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        ours = _Ours(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         stack.callback(ours.close)
-        peer = Peer(python)
+        peer = _Peer(python)
         stack.callback(peer.close)
         error = ours.relative_error()  # this is also the warm-up
         for _ in range(rounds):

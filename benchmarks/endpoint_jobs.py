@@ -45,7 +45,7 @@ length."""
 
 
 @dataclass
-class Gaps:
+class _Gaps:
     """Holds the measurements with one mask.
 
     Attributes:
@@ -95,7 +95,7 @@ def _until_ready(process: subprocess.Popen[str]) -> Iterator[str]:
             return
 
 
-def stream_gaps(ai: openai.OpenAI) -> list[float]:
+def _stream_gaps(ai: openai.OpenAI) -> list[float]:
     """Streams one answer, and returns the seconds between its pieces, which are the chunks that have text."""
     messages: Any = [{"role": "user", "content": PROMPT}]
     chunks = ai.chat.completions.create(
@@ -105,25 +105,25 @@ def stream_gaps(ai: openai.OpenAI) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def measured(ai: openai.OpenAI, rounds: int) -> Gaps:
+def _measured(ai: openai.OpenAI, rounds: int) -> _Gaps:
     """Streams `STREAMS` answers without a job and `STREAMS` answers beside a job, in each of `rounds` rounds, and
     returns the measurements."""
-    found = Gaps()
+    found = _Gaps()
     rows = "\n".join([json.dumps(ROW)] * 64).encode()
     file = ai.files.create(file=("rows.jsonl", rows), purpose="fine-tune")
     job = ai.fine_tuning.jobs.create(
         model=MODEL, training_file=file.id, suffix="beside", extra_body={"hyperparameters": JOB}
     )
     _wait_for_steps(ai, job.id, 6)  # past the first checkpoint, so that the job can go on from there
-    stream_gaps(ai)
+    _stream_gaps(ai)
     for _ in range(rounds):
         ai.fine_tuning.jobs.cancel(job.id)
         _wait_until_idle(ai)
-        found.alone += [gap for _ in range(STREAMS) for gap in stream_gaps(ai)]
+        found.alone += [gap for _ in range(STREAMS) for gap in _stream_gaps(ai)]
         ai.fine_tuning.jobs.resume(job.id)
         before = _wait_for_steps(ai, job.id, 1)
         began = time.monotonic()
-        found.beside += [gap for _ in range(STREAMS) for gap in stream_gaps(ai)]
+        found.beside += [gap for _ in range(STREAMS) for gap in _stream_gaps(ai)]
         found.seconds += time.monotonic() - began
         found.num_steps += _num_steps(ai, job.id) - before
     ai.fine_tuning.jobs.cancel(job.id)
@@ -150,17 +150,17 @@ def _wait_for_steps(ai: openai.OpenAI, job_id: str, num_steps: int) -> int:
 def _wait_until_idle(ai: openai.OpenAI) -> None:
     """Gives a cancelled job time to end its last pass, by streaming one answer that is not measured. This function does
     not check that the job has ended."""
-    stream_gaps(ai)
+    _stream_gaps(ai)
 
 
-def quantile(values: list[float], share: float) -> float:
+def _quantile(values: list[float], share: float) -> float:
     """Returns the quantile of some values, at least two, for a share from 0.01 to 0.99."""
     return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
 
 
-def line(mask: str, gaps: Gaps) -> str:
+def line(mask: str, gaps: _Gaps) -> str:
     """Returns the table's line for one mask."""
-    alone, beside = quantile(gaps.alone, 0.95), quantile(gaps.beside, 0.95)
+    alone, beside = _quantile(gaps.alone, 0.95), _quantile(gaps.beside, 0.95)
     medians = [1000 * statistics.median(each) for each in (gaps.alone, gaps.beside)]
     return (
         f"| {mask} | {medians[0]:.0f} / {1000 * alone:.0f} | {medians[1]:.0f} / {1000 * beside:.0f} | "
@@ -178,7 +178,7 @@ def main() -> int:
     print("|---|---|---|---|---|")
     for mask in given.masks.split(","):
         with tempfile.TemporaryDirectory() as folder, serving(Path(folder), mask) as ai:
-            print(line(mask, measured(ai, given.rounds)), flush=True)
+            print(line(mask, _measured(ai, given.rounds)), flush=True)
     return 0
 
 

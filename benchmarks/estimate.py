@@ -32,28 +32,28 @@ TOLERANCE_BITS = 1.0
 ROWS = (*PARAMETERS.values(), REFUSED)
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """Says that no estimate can be made, or that an estimate differs from the published bits. The text is one line for
     the user."""
 
 
-def checked_checkout(given: str) -> Path:
+def _checked_checkout(given: str) -> Path:
     """Returns the estimator's folder, which must be the root of a checkout at COMMIT without changes to tracked files.
 
     Raises:
         Refused: the folder is anything else.
     """
     if not given:
-        raise Refused(f"name a checkout of lattice-estimator at {COMMIT[:7]}: make estimate ESTIMATOR=DIR")
+        raise _Refused(f"name a checkout of lattice-estimator at {COMMIT[:7]}: make estimate ESTIMATOR=DIR")
     folder = Path(given).resolve()
     if not folder.is_dir() or _git(folder, "rev-parse", "--show-toplevel") != str(folder):
-        raise Refused(f"expected the root of a git checkout of lattice-estimator, got {given}")
+        raise _Refused(f"expected the root of a git checkout of lattice-estimator, got {given}")
     head = _git(folder, "rev-parse", "HEAD")
     if head != COMMIT:
         at = head[:7] or "no commit"
-        raise Refused(f"{given} is at {at}, expected {COMMIT[:7]}: git -C {given} checkout {COMMIT}")
+        raise _Refused(f"{given} is at {at}, expected {COMMIT[:7]}: git -C {given} checkout {COMMIT}")
     if _git(folder, "status", "--porcelain", "--untracked-files=no"):
-        raise Refused(f"{given} has changes of its own: git -C {given} stash")
+        raise _Refused(f"{given} has changes of its own: git -C {given} stash")
     return folder
 
 
@@ -62,11 +62,11 @@ def _git(folder: Path, *words: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
     except FileNotFoundError as exc:
-        raise Refused("git is needed, to see which commit the estimator is at") from exc
+        raise _Refused("git is needed, to see which commit the estimator is at") from exc
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def sage_python(folder: Path) -> Path:
+def _sage_python(folder: Path) -> Path:
     """Returns the Python of the environment with Sage in `folder`; makes the environment if the folder does not exist.
 
     Raises:
@@ -79,12 +79,12 @@ def sage_python(folder: Path) -> Path:
         done = subprocess.run([python, "-m", "pip", "install", "--quiet", SAGE], check=False)
         if done.returncode != 0:
             shutil.rmtree(folder)
-            raise Refused(f"pip could not install {SAGE}: name an environment that has Sage, SAGE=FOLDER")
+            raise _Refused(f"pip could not install {SAGE}: name an environment that has Sage, SAGE=FOLDER")
     if (
         not python.exists()
         or subprocess.run([python, "-c", "import sage.all"], capture_output=True, check=False).returncode
     ):
-        raise Refused(f"{folder} has no Sage: delete it to have it made anew, or name another, SAGE=FOLDER")
+        raise _Refused(f"{folder} has no Sage: delete it to have it made anew, or name another, SAGE=FOLDER")
     return python
 
 
@@ -138,7 +138,7 @@ def estimate(folder: Path) -> None:
         differences.append(difference(row, found))
     said = "; ".join(each for each in differences if each is not None)
     if said:
-        raise Refused(f"more than {TOLERANCE_BITS:g} bit apart: {said}")
+        raise _Refused(f"more than {TOLERANCE_BITS:g} bit apart: {said}")
     print(f"all within {TOLERANCE_BITS:g} bit of noise/params.py")
 
 
@@ -163,9 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.in_sage:
             estimate(Path(given.estimator))
             return 0
-        folder = checked_checkout(given.estimator)
-        return _in_sage(sage_python(given.sage.absolute()), folder)
-    except Refused as exc:
+        folder = _checked_checkout(given.estimator)
+        return _in_sage(_sage_python(given.sage.absolute()), folder)
+    except _Refused as exc:
         print(f"estimate: {exc}", file=sys.stderr)
         return 1
 

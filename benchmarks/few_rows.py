@@ -36,7 +36,7 @@ Seconds = dict[int, list[tuple[float, float]]]
 """Maps a number of rows to (elapsed seconds, processor seconds) of each pass with this number of rows."""
 
 
-class Passes:
+class _Passes:
     """Computes the products of all layers, in order. Each pass uses the next copy of the model."""
 
     def __init__(self, num_copies: int, is_backward: bool, rows: tuple[int, ...]) -> None:
@@ -98,7 +98,7 @@ def form() -> str:
     return "vnni" if kernels.has_vnni() else "avx2"
 
 
-def copies_beyond_cache() -> int:
+def _copies_beyond_cache() -> int:
     """Returns the smallest number of copies of the model that do not fit into two last-level caches, but at most
     `MOST_COPIES`."""
     model_bytes = NUM_LAYERS * sum(d * m for d, m in GROUPS.values())
@@ -107,7 +107,7 @@ def copies_beyond_cache() -> int:
     return min(MOST_COPIES, 1 + 2 * largest // model_bytes)
 
 
-def measure(passes: Passes, rows: tuple[int, ...], num_threads: int, repeats: int) -> Seconds:
+def _measure(passes: _Passes, rows: tuple[int, ...], num_threads: int, repeats: int) -> Seconds:
     """Returns the seconds of `repeats` passes for each number of rows. The row counts take turns, after one turn that
     is not counted."""
     import torch
@@ -150,16 +150,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--copies", type=int, default=copies_beyond_cache(), help="of the model's weights")
+    parser.add_argument("--copies", type=int, default=_copies_beyond_cache(), help="of the model's weights")
     parser.add_argument("--directions", nargs="+", default=["forward", "backward"], choices=["forward", "backward"])
     given, _ = parser.parse_known_args()
     rows = tuple(dict.fromkeys([1, *given.rows]))
     print(f"kernels: {form()}; {given.copies} copies of the weights, medians of {given.repeats}")
     for direction in given.directions:
-        passes = Passes(given.copies, direction == "backward", rows)
+        passes = _Passes(given.copies, direction == "backward", rows)
         for num_threads in given.threads:
             print(f"\n{direction}, {num_threads} thread{'s' if num_threads > 1 else ''}\n")
-            report(measure(passes, rows, num_threads, given.repeats))
+            report(_measure(passes, rows, num_threads, given.repeats))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def step_of(
     return step
 
 
-def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
+def _remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
     """Runs one tenant that takes fine-tuning steps, as a `Worker` process.
 
     Args:
@@ -164,7 +164,7 @@ def main() -> None:
 KINDS = ("LoRA", "DoRA")
 
 
-def remote_kind(url: str, folder: str, kind: str) -> None:
+def _remote_kind(url: str, folder: str, kind: str) -> None:
     """Runs one tenant that takes training steps, as a `Worker` process, and writes the traffic of a step to a file."""
     import tenant_sdk
 
@@ -182,7 +182,7 @@ def remote_kind(url: str, folder: str, kind: str) -> None:
         serve_worker(step)
 
 
-def run_kinds(repeats: int = 5) -> dict[str, Any]:
+def _run_kinds(repeats: int = 5) -> dict[str, Any]:
     """Returns the median seconds of a step by run, the traffic, and median ratios of one run to another."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -202,11 +202,11 @@ def run_kinds(repeats: int = 5) -> dict[str, Any]:
     }
 
 
-def compare_dora(arguments: Sequence[str]) -> None:
+def _compare_dora(arguments: Sequence[str]) -> None:
     """Compares DoRA with LoRA and prints its results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune_step dora")
     parser.add_argument("--repeats", type=int, default=5)
-    result = run_kinds(parser.parse_args(arguments).repeats)
+    result = _run_kinds(parser.parse_args(arguments).repeats)
     print(f"| step {SHAPE[0]}×{SHAPE[1]} | s |\n|---|---|")
     for name, value in result.pop("seconds").items():
         print(f"| {name} | {value:.2f} |")
@@ -221,12 +221,12 @@ if __name__ == "__main__":
 
         serve_worker(step_of(local_model().to(getattr(torch, sys.argv[2]))))
     elif sys.argv[1:2] == ["remote"]:
-        remote_step(*sys.argv[2:])
+        _remote_step(*sys.argv[2:])
     elif sys.argv[1:2] == ["dora"]:
-        compare_dora(sys.argv[2:])
+        _compare_dora(sys.argv[2:])
     elif sys.argv[1:2] == ["kind-local"]:
         serve_worker(step_of(local_model(), use_dora=sys.argv[2] == "DoRA"))
     elif sys.argv[1:2] == ["kind-remote"]:
-        remote_kind(*sys.argv[2:])
+        _remote_kind(*sys.argv[2:])
     else:
         main()

@@ -45,7 +45,7 @@ def layout(kv_dtype: str) -> KvLayout:
     return KvLayout((None,) * NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, KV_DTYPES[kv_dtype], STEP_TOKENS)
 
 
-def filled(kv_dtype: str, num_tokens: int, room: int) -> RequestKv:
+def _filled(kv_dtype: str, num_tokens: int, room: int) -> RequestKv:
     """Returns random keys and values of `num_tokens` tokens, with room for `room` more."""
     import torch
 
@@ -75,7 +75,7 @@ def small_model() -> Any:
     return RaggedModel(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
 
 
-def pass_over(model: Any, kv: RequestKv, position: int, num_rows: int) -> None:
+def _pass_over(model: Any, kv: RequestKv, position: int, num_rows: int) -> None:
     """Computes one pass over `num_rows` tokens of one request, of which the first is at `position`."""
     import torch
 
@@ -85,7 +85,7 @@ def pass_over(model: Any, kv: RequestKv, position: int, num_rows: int) -> None:
     model.forward([RequestRows(kv, position, num_rows)], ids, places, torch.tensor([num_rows - 1]))
 
 
-def measure_memory(kv_dtype: str, num_tokens: int, num_rows: int) -> float:
+def _measure_memory(kv_dtype: str, num_tokens: int, num_rows: int) -> float:
     """Returns by how many MB the peak of this process's resident memory grows while keys and values are written and
     four passes are computed.
 
@@ -98,12 +98,12 @@ def measure_memory(kv_dtype: str, num_tokens: int, num_rows: int) -> float:
 
     model = small_model()
     with torch.no_grad():
-        pass_over(model, filled(kv_dtype, 64, num_rows), 64, num_rows)  # what the first pass alone allocates
+        _pass_over(model, _filled(kv_dtype, 64, num_rows), 64, num_rows)  # what the first pass alone allocates
         before = _own_mb("VmRSS")
         _forget_peak()
-        kv = filled(kv_dtype, num_tokens - 4 * num_rows, 4 * num_rows)
+        kv = _filled(kv_dtype, num_tokens - 4 * num_rows, 4 * num_rows)
         for number in range(4):
-            pass_over(model, kv, num_tokens - (4 - number) * num_rows, num_rows)
+            _pass_over(model, kv, num_tokens - (4 - number) * num_rows, num_rows)
     return _own_mb("VmHWM") - before
 
 
@@ -119,7 +119,7 @@ def _own_mb(name: str) -> float:
 
 
 def in_fresh_process(kv_dtype: str, num_tokens: int, num_rows: int = 1) -> float:
-    """Runs `measure_memory` in a new process, and returns its result."""
+    """Runs `_measure_memory` in a new process, and returns its result."""
     arguments = [kv_dtype, str(num_tokens), str(num_rows)]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.long_context", *arguments]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -136,14 +136,14 @@ def attention_s(model: Any, kv_dtype: str, num_tokens: int, num_rows: int) -> fl
     This is the time of a pass over a context of `num_tokens` tokens, minus the time of the same pass over as short a
     context as possible.
     """
-    few, many = (filled(kv_dtype, before, num_rows) for before in (1, num_tokens - num_rows))
+    few, many = (_filled(kv_dtype, before, num_rows) for before in (1, num_tokens - num_rows))
     repeats = REPEATS if num_rows == 1 else 1
-    return median_s(lambda: pass_over(model, many, num_tokens - num_rows, num_rows), repeats) - median_s(
-        lambda: pass_over(model, few, 1, num_rows), repeats
+    return _median_s(lambda: _pass_over(model, many, num_tokens - num_rows, num_rows), repeats) - _median_s(
+        lambda: _pass_over(model, few, 1, num_rows), repeats
     )
 
 
-def median_s(work: Callable[[], None], repeats: int) -> float:
+def _median_s(work: Callable[[], None], repeats: int) -> float:
     """Returns the median seconds of a function, after one call that is not counted."""
     work()
     found = []
@@ -159,10 +159,10 @@ def memory_gb_s() -> float:
     import torch
 
     numbers = torch.ones(1 << 28)
-    return numbers.nbytes / 1e9 / median_s(lambda: float(numbers.sum()) and None, 5)
+    return numbers.nbytes / 1e9 / _median_s(lambda: float(numbers.sum()) and None, 5)
 
 
-def report_memory() -> bool:
+def _report_memory() -> bool:
     """Prints the memory with 8,192 and 32,768 tokens; returns whether the target `BAR` is met."""
     heads = (
         "tokens",
@@ -186,7 +186,7 @@ def report_memory() -> bool:
     return is_kept
 
 
-def report_speed() -> None:
+def _report_speed() -> None:
     """Prints the speed of attention alone."""
     import torch
 
@@ -226,13 +226,13 @@ def main(part: str | None = None) -> None:
     if part in (None, "fit"):
         report_fit()
     if part in (None, "speed"):
-        report_speed()
-    if part in (None, "memory") and not report_memory():
+        _report_speed()
+    if part in (None, "memory") and not _report_memory():
         raise SystemExit(f"32,768 tokens take more than {BAR} times their size in bf16")
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 4:
-        print(measure_memory(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+        print(_measure_memory(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
     else:
         main(*sys.argv[1:2])

@@ -31,7 +31,7 @@ BY_THE_POOL = {"forward": 4, "forward and backward": 3}
 (`noise.blocks.pool.MaskPool._rows_beyond`)."""
 
 
-class FileHint:
+class _FileHint:
     """Is a random hint as it lies in a hint file of 24 bits a number (noise/hints/file.py), as `Columns`."""
 
     def __init__(self, num_rows: int, features: int) -> None:
@@ -71,7 +71,7 @@ class Making:
             return torch.randint(-(2**31), 2**31 - 1, (rows, features), dtype=torch.int32)
 
         self._public = transform(random_matrix(widest), parameters)
-        random_hint = functools.partial(FileHint, rows) if kernels.available() else random_matrix
+        random_hint = functools.partial(_FileHint, rows) if kernels.available() else random_matrix
         self._hints: list[dict[int, Any]] = [
             {features: random_hint(features) for widths in GROUPS.values() for features in widths}
             for _ in range(min(DISTINCT_HINTS, num_layers))
@@ -112,7 +112,7 @@ class Making:
         )
 
 
-def local_forward(num_layers: int, tokens: int) -> Callable[[], None]:
+def _local_forward(num_layers: int, tokens: int) -> Callable[[], None]:
     """Returns a function that computes all base layers in float32 for `tokens` rows. Each group is one product, and no
     two groups share a weight."""
     import torch
@@ -141,7 +141,7 @@ def run(repeats: int = 5, num_layers: int = NUM_LAYERS, name: str = "default") -
     parameters = choose(name)
     making = Making(parameters, num_layers)
     degree = parameters.ring_degree
-    runs: dict[str, Callable[[], Any]] = {"local float32 forward": local_forward(num_layers, TOKENS)}
+    runs: dict[str, Callable[[], Any]] = {"local float32 forward": _local_forward(num_layers, TOKENS)}
     tokens = {"local float32 forward": TOKENS}
     for label, make in (("forward", making.forward), ("forward and backward", making.both)):
         for num_blocks in (1, BY_THE_POOL[label], 8):

@@ -50,7 +50,7 @@ class Found:
         return self.after_step[len(self.after_step) // 2 :]
 
 
-def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
+def _light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
     """Returns a function that sends the requests of one step of the tenant `name`, with random rows in ring
     arithmetic."""
     from wire.transport.grpc_connection import GrpcConnection
@@ -77,7 +77,7 @@ def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
         url, pid = stack.enter_context(provider(folder, "--base-layers", blocks, tenants=names))
         ready = rss_mb(pid)
         found: list[Found] = []
-        tenants = [light_step(url, folder, name) for name in names]
+        tenants = [_light_step(url, folder, name) for name in names]
         with ThreadPoolExecutor(len(names)) as threads:
             for number in NUM_TENANTS:
                 after_step = []
@@ -89,7 +89,7 @@ def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
     return ready, found
 
 
-def finetune_tenant(url: str, folder: str, name: str) -> None:
+def _finetune_tenant(url: str, folder: str, name: str) -> None:
     """Runs one real tenant, as a `Worker` process."""
     import tenant_sdk
 
@@ -137,7 +137,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["tenant"]:
-        finetune_tenant(*sys.argv[2:])
+        _finetune_tenant(*sys.argv[2:])
     elif sys.argv[1:2] == ["finetune"]:
         report(*run_finetune())
     else:

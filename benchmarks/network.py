@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 WORK = {"decode": f"decode of {NEW_TOKENS} tokens", "step": f"fine-tuning step {SHAPE[0]}×{SHAPE[1]}"}
 
 
-def decode_of(client: Any) -> Callable[[], Any]:
+def _decode_of(client: Any) -> Callable[[], Any]:
     """Returns a function that generates exactly NEW_TOKENS tokens after a fixed prompt, with one call for each layer
     group and token."""
     import torch
@@ -80,7 +80,7 @@ def tenant(url: str, folder: str, run: str, work: str) -> None:
         url, identity=Path(folder) / "bench", arithmetic="ring", cache=folder, **OPTIONS[run]
     ) as client:
         client.fetch_hints(backward)
-        unit = step_of(client) if backward else decode_of(client)
+        unit = step_of(client) if backward else _decode_of(client)
         serve_worker(unit, lambda: client.prepare(num_tokens, backward))
 
 

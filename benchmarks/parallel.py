@@ -56,7 +56,7 @@ listen providers
 
 
 @dataclass
-class Served:
+class _Served:
     """Holds a running provider and its figures.
 
     Attributes:
@@ -75,7 +75,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[Served]:
+def serve(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[_Served]:
     """Starts a provider of SmolLM2-135M, and stops it at the end of the context. Raises SystemExit if it does not
     start.
 
@@ -92,7 +92,7 @@ def serve(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> 
         if not line.startswith("ready "):
             raise SystemExit((folder / "log").read_text()[-2000:])
         pids = [*([] if launcher else [process.pid]), *child_pids(process.pid)]
-        yield Served(line.split()[1], folder / "tenant", pids)
+        yield _Served(line.split()[1], folder / "tenant", pids)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
@@ -135,7 +135,7 @@ def balancer(folder: Path, urls: list[str]) -> Iterator[str]:
         process.wait(timeout=60)
 
 
-def run(repeats: int, ray_address: str | None = None) -> dict[str, Served]:
+def run(repeats: int, ray_address: str | None = None) -> dict[str, _Served]:
     """Measures every provider of `WAYS`, and two providers behind HAProxy if it is installed. All of them take turns.
     Returns the providers with their figures, by name.
 
@@ -160,7 +160,7 @@ def run(repeats: int, ray_address: str | None = None) -> dict[str, Served]:
             options = (*enrolled(folder, None), "--threads", "1", "--tensor-port", "none")
             both = [stack.enter_context(serve(folder, (), options)) for _ in range(2)]
             url = stack.enter_context(balancer(folder, [one.url for one in both]))
-            found[BALANCED] = Served(url, both[0].identity, [pid for one in both for pid in one.pids])
+            found[BALANCED] = _Served(url, both[0].identity, [pid for one in both for pid in one.pids])
         for one in found.values():
             one.ready_mb = [pss_mb(pid) for pid in one.pids]
         for num_rows in NUM_ROWS:
@@ -173,7 +173,7 @@ def run(repeats: int, ray_address: str | None = None) -> dict[str, Served]:
     return found
 
 
-def report(found: dict[str, Served]) -> None:
+def report(found: dict[str, _Served]) -> None:
     """Prints the results as a table."""
     columns = list(found[PEER].seconds)
     print(f"rows a second (time relative to {PEER}: median over the pairs)")

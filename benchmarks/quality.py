@@ -69,7 +69,7 @@ def measure(mask: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def compare(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+def _compare(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Returns the figures of `other`, the masked model, against `one`, the unmasked model, by name."""
     import torch
 
@@ -97,7 +97,7 @@ def run(options: dict[str, Any], precisions: Sequence[str], draws: int) -> dict[
     """Measures the unmasked model once, and the masked one `draws` times for each precision, one after the other.
 
     Returns:
-        By precision, the mean of each figure of `compare`.
+        By precision, the mean of each figure of `_compare`.
     """
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -105,7 +105,7 @@ def run(options: dict[str, Any], precisions: Sequence[str], draws: int) -> dict[
         found = {}
         for precision in precisions:
             given = options | {"precision": precision}
-            each = [compare(unmasked, measure("lattice", Path(folder), given)) for _ in range(draws)]
+            each = [_compare(unmasked, measure("lattice", Path(folder), given)) for _ in range(draws)]
             found[precision] = {name: statistics.fmean(one[name] for one in each) for name in each[0]}
         return found
 
@@ -148,7 +148,7 @@ def losses(mask: str, seed: int, steps: int, batch_size: int, folder: Path) -> l
     return result.losses
 
 
-def run_seeds(
+def _run_seeds(
     seeds: tuple[int, ...] = SEEDS, steps: int = STEPS, batch_size: int = BATCH_SIZE
 ) -> dict[str, list[list[float]]]:
     """Returns the losses by mask, then by seed, then by step; the masks take turns."""
@@ -161,7 +161,7 @@ def run_seeds(
     return found
 
 
-def report_seeds(seeds: tuple[int, ...], found: dict[str, list[list[float]]]) -> None:
+def _report_seeds(seeds: tuple[int, ...], found: dict[str, list[list[float]]]) -> None:
     """Prints the table, and compares the change by the mask with the change by the seed."""
     final = {mask: [statistics.mean(each[-LAST:]) for each in runs] for mask, runs in found.items()}
     change = [masked - bare for masked, bare in zip(final["lattice"], final["off"], strict=True)]
@@ -191,9 +191,9 @@ def compare_seeds(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
     given = parser.parse_args(arguments)
     seeds = tuple(given.seeds)
-    found = run_seeds(seeds, given.steps, given.batch_size)
+    found = _run_seeds(seeds, given.steps, given.batch_size)
     print(f"{given.steps} steps of {given.batch_size} rows of {DATA.name}\n")
-    report_seeds(seeds, found)
+    _report_seeds(seeds, found)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def question(number: int) -> str:
 # ---- the processes that do the work ----------------------------------------------------------------------------------
 
 
-def serve_lines(work: Callable[[int, int, int], Figures]) -> None:
+def _serve_lines(work: Callable[[int, int, int], Figures]) -> None:
     """Makes one run for each line "requests adapters tokens" on standard input, and prints the figures of this run as a
     line of JSON."""
     print("ready", flush=True)
@@ -93,7 +93,7 @@ def local() -> None:
             )  # fmt: skip
         return _figures(began, [times[0]] * num_requests, cpu_s=time.process_time() - cpu)
 
-    serve_lines(work)
+    _serve_lines(work)
 
 
 class _Clock:
@@ -150,7 +150,7 @@ def remote(url: str, folder: str, mask: str) -> None:
             return {**figures, "prepare_cpu_s": prepared}
 
         longest = max(engine.submit(question(number), max_new_tokens=1).num_prompt_tokens for number in range(2))
-        serve_lines(work)
+        _serve_lines(work)
 
 
 def _figures(began: float, first_tokens: list[float], cpu_s: float) -> Figures:
@@ -171,7 +171,7 @@ def _names(num_adapters: int) -> list[str]:
 # ---- the runs --------------------------------------------------------------------------------------------------------
 
 
-class Side(Worker):
+class _Side(Worker):
     """Runs one side of the benchmark, the tenant's or the peer's, in a process of its own."""
 
     stderr = None
@@ -203,7 +203,7 @@ Kind = tuple[str, int, int]
 
 
 @contextlib.contextmanager
-def workers(names: tuple[str, ...], round_trip_ms: float | None = None) -> Iterator[dict[str, Side]]:
+def workers(names: tuple[str, ...], round_trip_ms: float | None = None) -> Iterator[dict[str, _Side]]:
     """Starts a provider and the workers with these names: "local", or the name of a mask.
 
     Args:
@@ -233,10 +233,10 @@ def _inside(hosts: Hosts | None, number: int) -> contextlib.AbstractContextManag
     return contextlib.nullcontext() if hosts is None else hosts.inside(number)
 
 
-def _worker(name: str, url: str, folder: Path, provider_pid: int) -> Side:
+def _worker(name: str, url: str, folder: Path, provider_pid: int) -> _Side:
     if name == "local":
-        return Side("local")
-    return Side("remote", url, str(folder), name, provider_pid=provider_pid)
+        return _Side("local")
+    return _Side("remote", url, str(folder), name, provider_pid=provider_pid)
 
 
 def measure(
@@ -303,7 +303,7 @@ def bars(made: dict[Kind, list[Figures]]) -> str:
     return "\n".join(lines)
 
 
-def over_link(round_trip_ms: float, num_new: int) -> str:
+def _over_link(round_trip_ms: float, num_new: int) -> str:
     """Returns the table of one round of runs over a link, for each number of requests, or why there is none."""
     kinds = [(name, count, 0) for count in REQUESTS for name in ("off", "lattice")]
     try:
@@ -344,7 +344,7 @@ def main() -> None:
     if given.whole:
         for round_trip_ms, num_new in LINKS.items():
             print(f"\nOver a link with a round trip of {round_trip_ms:g} ms, {num_new} new tokens:\n", flush=True)
-            print(over_link(round_trip_ms, num_new), flush=True)
+            print(_over_link(round_trip_ms, num_new), flush=True)
         print()
         adapters.report(SWITCHES)
 
@@ -353,7 +353,7 @@ KEPT_ROUNDS = 5
 DOCUMENT = "The tide gauge at the old harbour was read every hour, and each reading was written into a ledger. " * 20
 
 
-def first_token_s(engine: Any, text: str, caller: str) -> tuple[float, Any]:
+def _first_token_s(engine: Any, text: str, caller: str) -> tuple[float, Any]:
     """Returns the seconds from a request to its first token, and the answer."""
     began, times = time.perf_counter(), list[float]()
 
@@ -366,7 +366,7 @@ def first_token_s(engine: Any, text: str, caller: str) -> tuple[float, Any]:
     return times[0] - began, answer
 
 
-def compare_kept() -> None:
+def _compare_kept() -> None:
     """Measures both kinds of prompts and prints the result as a table."""
     import tenant_sdk
 
@@ -379,14 +379,14 @@ def compare_kept() -> None:
         ) as client,
         tenant_sdk.Engine(client, prefix_bytes=1 << 28) as engine,
     ):
-        first_token_s(engine, DOCUMENT, "kept")
+        _first_token_s(engine, DOCUMENT, "kept")
         kept, fresh, reused = [], [], 0
         for number in range(KEPT_ROUNDS):
             question = f"{DOCUMENT} What was written on day {number}?"
-            seconds, answer = first_token_s(engine, question, "kept")
+            seconds, answer = _first_token_s(engine, question, "kept")
             kept.append(seconds)
             reused = answer.num_reused_tokens
-            fresh.append(first_token_s(engine, question, f"new {number}")[0])
+            fresh.append(_first_token_s(engine, question, f"new {number}")[0])
     print("| prompt, tokens | of these kept | first token, s | without | ratio |\n|---|---|---|---|---|")
     ratio = statistics.median(a / b for a, b in zip(kept, fresh, strict=True))
     print(
@@ -401,9 +401,9 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["remote"]:
         remote(*sys.argv[2:])
     elif sys.argv[1:2] == ["kept"]:
-        argparse.ArgumentParser("python -m benchmarks.serving kept", description=compare_kept.__doc__).parse_args(
+        argparse.ArgumentParser("python -m benchmarks.serving kept", description=_compare_kept.__doc__).parse_args(
             sys.argv[2:]
         )
-        compare_kept()
+        _compare_kept()
     else:
         main()

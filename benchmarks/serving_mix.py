@@ -138,7 +138,7 @@ class Mix:
 # ---- what is watched -------------------------------------------------------------------------------------------------
 
 
-def references(client: TenantClient, folder: Path, cases: list[Case]) -> dict[Case, list[int]]:
+def _references(client: TenantClient, folder: Path, cases: list[Case]) -> dict[Case, list[int]]:
     """Returns, for each case, the tokens of its answer before the first token whose two largest logits are too close to
     tell which token is right (see the module's docstring). A case without such clear tokens is left out."""
     import torch
@@ -195,7 +195,7 @@ class Provider:
 # ---- the mix ---------------------------------------------------------------------------------------------------------
 
 
-def save_adapters(client: TenantClient, folder: Path) -> None:
+def _save_adapters(client: TenantClient, folder: Path) -> None:
     """Saves random LoRA adapters that change answers, of the ranks in `RANKS`, on q and v of all blocks."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -260,13 +260,13 @@ def mix(answers: int = ANSWERS, seed: int = 0, kill_every: int = KILL_EVERY) -> 
         stack.callback(served.close)
         rows = WatchedRows()
         client = stack.enter_context(opened(folder, served.url))
-        save_adapters(client, folder / "adapters")
+        _save_adapters(client, folder / "adapters")
         names = [None, *(f"a{number}" for number in range(len(RANKS)))]
-        want = references(client, folder / "adapters", [(prompt, name) for prompt in PROMPTS for name in names])
+        want = _references(client, folder / "adapters", [(prompt, name) for prompt in PROMPTS for name in names])
         result.distinct = len({tuple(tokens) for tokens in want.values()})
         with engine_of(client, folder / "adapters") as (engine, store):
             num_places = store.status().device_reusable
-            requests = Requests(engine, want, random.Random(seed), result)
+            requests = _Requests(engine, want, random.Random(seed), result)
             _drive(result, requests, store, served, kill_every)
             requests.count_all()
             result.left, result.lost_places = _left(engine, store, num_places)
@@ -274,7 +274,7 @@ def mix(answers: int = ANSWERS, seed: int = 0, kill_every: int = KILL_EVERY) -> 
     return result
 
 
-def _drive(result: Mix, requests: Requests, store: AdapterStore, served: Provider, kill_every: int) -> None:
+def _drive(result: Mix, requests: _Requests, store: AdapterStore, served: Provider, kill_every: int) -> None:
     """Submits and cancels requests until there are as many answers as wanted, or requests hang or keep failing. Kills
     the provider now and then, and notes how many adapters were loaded in each third of the answers."""
     begun = time.monotonic()
@@ -310,7 +310,7 @@ def _left(engine: Engine, store: AdapterStore, num_places: int) -> tuple[tuple[i
         time.sleep(0.05)
 
 
-class Requests:
+class _Requests:
     """Submits random requests to an engine, and counts how they end."""
 
     def __init__(self, engine: Engine, want: dict[Case, list[int]], chance: random.Random, result: Mix) -> None:

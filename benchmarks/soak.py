@@ -43,7 +43,7 @@ _SETTLE_S = 60.0
 
 
 @dataclass
-class Soak:
+class _Soak:
     """Holds the results of a run.
 
     Attributes:
@@ -173,7 +173,7 @@ def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
     counts.say(sum(thread.is_alive() for thread in threads))
 
 
-class Tenants:
+class _Tenants:
     """Runs `tenants` in a process of its own, and keeps the last counts that the process printed."""
 
     def __init__(self, url: str, folder: Path, names: list[str], seed: int) -> None:
@@ -213,7 +213,7 @@ class Tenants:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def known_replies(folder: Path, model: str, blocks: str) -> None:
+def _known_replies(folder: Path, model: str, blocks: str) -> None:
     """Writes random rows, their product and a hint, for every group and direction, to known.safetensors."""
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel
@@ -235,7 +235,7 @@ def known_replies(folder: Path, model: str, blocks: str) -> None:
 
 def soak(
     seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVERY_S, least_answers: int = 1
-) -> Soak:  # fmt: skip
+) -> _Soak:  # fmt: skip
     """Starts a provider, runs the tenants against it, and returns the results.
 
     Every `kill_every_s` seconds, one process of tenants is killed and replaced by a new one. The run ends after
@@ -250,17 +250,17 @@ def soak(
     """
     from provider.operations.status import look
 
-    found, rng = Soak(), random.Random(1)
+    found, rng = _Soak(), random.Random(1)
     names = [[f"t{process}-{number}" for number in range(TENANTS_EACH)] for process in range(NUM_PROCESSES)]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        known_replies(folder, model, blocks)
+        _known_replies(folder, model, blocks)
         flags = ("--model", model, "--base-layers", blocks, "--slo-ms", "5")
         everybody = tuple(name for group in names for name in group)
         url, pid = stack.enter_context(provider(folder, *flags, tenants=everybody))
         watched = psutil.Process(pid)
-        running = [Tenants(url, folder, group, seed) for seed, group in enumerate(names)]
-        ended: list[Tenants] = []
+        running = [_Tenants(url, folder, group, seed) for seed, group in enumerate(names)]
+        ended: list[_Tenants] = []
         end_at, kill_at = time.monotonic() + seconds, time.monotonic() + kill_every_s
         is_over = False
         while not is_over:
@@ -276,7 +276,7 @@ def soak(
                 running[place].kill()
                 ended.append(running[place])
                 found.deaths += 1
-                running[place] = Tenants(url, folder, names[place], 100 + found.deaths)
+                running[place] = _Tenants(url, folder, names[place], 100 + found.deaths)
                 kill_at = time.monotonic() + kill_every_s
         for one in running:
             one.end()

@@ -92,7 +92,7 @@ class Making:
         )
 
 
-def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
+def _local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
     """Returns functions that compute the first `columns` outputs of the layer for TOKENS rows, by arithmetic."""
     import torch
 
@@ -122,7 +122,7 @@ def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
 
 
 @dataclass(frozen=True)
-class Found:
+class _Found:
     """Holds the results for one width.
 
     Attributes:
@@ -150,7 +150,7 @@ class Found:
         return (4 + 3) * self.size
 
 
-def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -> Found:
+def _run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -> _Found:
     """Measures the masks and the peers at one width.
 
     Args:
@@ -164,7 +164,7 @@ def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -
     columns, parameters = min(size, most_columns), choose("default")
     with ExitStack() as stack:
         making = Making(size, Path(stack.enter_context(tempfile.TemporaryDirectory())), parameters)
-        runs = {**local_layer(size, columns), OURS: lambda: making.make(blocks), ONE_BLOCK: lambda: making.make(1)}
+        runs = {**_local_layer(size, columns), OURS: lambda: making.make(blocks), ONE_BLOCK: lambda: making.make(1)}
         tokens = {OURS: blocks * parameters.ring_degree, ONE_BLOCK: parameters.ring_degree}
         seconds = interleaved(runs, repeats)
         hint_bytes = making.hint_bytes
@@ -173,15 +173,15 @@ def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -
         name: [each / tokens[name] if name in tokens else each / TOKENS / share for each in values]
         for name, values in seconds.items()
     }
-    return Found(
+    return _Found(
         size, columns, {name: statistics.median(values) * 1e6 for name, values in per_token.items()},
         {peer: ratios(per_token, peer)[OURS] for peer in PEERS}, hint_bytes,
     )  # fmt: skip
 
 
-def run(sizes: tuple[int, ...] = SIZES, repeats: int = 5, most_columns: int = COLUMNS) -> list[Found]:
+def run(sizes: tuple[int, ...] = SIZES, repeats: int = 5, most_columns: int = COLUMNS) -> list[_Found]:
     """Measures the masks and the peers at all widths, in the order of `sizes`."""
-    return [run_size(size, repeats, most_columns) for size in sizes]
+    return [_run_size(size, repeats, most_columns) for size in sizes]
 
 
 def crossing(sizes: list[int], ratio: list[float]) -> str:
@@ -200,7 +200,7 @@ def crossing(sizes: list[int], ratio: list[float]) -> str:
     return f"from d ≈ {float(f'{size:.2g}'):,.0f} up"
 
 
-def summary(found: list[Found]) -> str:
+def summary(found: list[_Found]) -> str:
     """Returns a sentence that says from which width on masks take less time, or less disk, than a local layer."""
     sizes = [each.size for each in found]
     time = ", ".join(f"in {peer} {crossing(sizes, [each.ratio[peer] for each in found])}" for peer in PEERS)
@@ -211,7 +211,7 @@ def summary(found: list[Found]) -> str:
     )
 
 
-def report(found: list[Found]) -> None:
+def report(found: list[_Found]) -> None:
     """Prints the results as tables, and the summary."""
     print("| d → d, µs per token | masks | masks, 1 block | fp32 | bf16 | int8 | masks / fp32 | / bf16 | / int8 "
           "| local outputs computed |\n|" + "---|" * 10)  # fmt: skip
@@ -229,7 +229,7 @@ def report(found: list[Found]) -> None:
     print(f"\n{summary(found)}")
 
 
-def plot(found: list[Found], file: Path) -> None:
+def plot(found: list[_Found], file: Path) -> None:
     """Draws time per token and storage over the width, and writes the plot as an SVG file."""
     plots = pyplot()
     sizes = [each.size for each in found]

@@ -37,7 +37,7 @@ NEW_TOKENS = 32
 _EVERY_S = 0.05
 
 
-def texts(count: int) -> list[str]:
+def _texts(count: int) -> list[str]:
     """Returns `count` texts of some 60 tokens each, of nearly the same length."""
     each = "The tide comes in twice a day, since the moon pulls at the water on both sides of the earth."
     return [f"{number}: {each} {each}" for number in range(count)]
@@ -46,7 +46,7 @@ def texts(count: int) -> list[str]:
 # ---- the process that is measured ------------------------------------------------------------------------------------
 
 
-def enter(phase: str) -> None:
+def _enter(phase: str) -> None:
     """Tells the measuring process that a phase begins, and waits until it has noted that."""
     print(phase, flush=True)
     sys.stdin.readline()
@@ -54,11 +54,11 @@ def enter(phase: str) -> None:
 
 def tenant(task: str, mask: str, url: str, folder: str, steps: int, pool_bytes: int | None = None) -> None:
     """Does a task as a tenant, and names each phase as it begins."""
-    enter("import")
+    _enter("import")
     import tenant_sdk
 
     tenant_sdk.tune()
-    enter("connect")
+    _enter("connect")
     arithmetic = {"arithmetic": "ring"} if mask == "off" else {}
     given = {} if pool_bytes is None else {"mask_options": {"pool_bytes": pool_bytes}}
     with tenant_sdk.TenantClient(
@@ -66,18 +66,18 @@ def tenant(task: str, mask: str, url: str, folder: str, steps: int, pool_bytes: 
         **arithmetic, **given,
     ) as client:  # fmt: skip
         client.connect()
-        enter("hints")
+        _enter("hints")
         client.fetch_hints(backward=task == "finetune")
-        enter("first")
+        _enter("first")
         if task == "finetune":
             _finetune(client, steps)
         elif task == "generate":
-            client.generate(texts(1)[0], max_new_tokens=1)
-            enter("steady")
-            client.generate(texts(1)[0], max_new_tokens=NEW_TOKENS)
+            client.generate(_texts(1)[0], max_new_tokens=1)
+            _enter("steady")
+            client.generate(_texts(1)[0], max_new_tokens=NEW_TOKENS)
         else:
             _serve(client, int(task.rpartition("-")[2]), Path(folder) / "adapters")
-    enter("end")
+    _enter("end")
 
 
 def _finetune(client: Any, steps: int) -> None:
@@ -86,10 +86,10 @@ def _finetune(client: Any, steps: int) -> None:
     class Phases(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 1:
-                enter("steady")
+                _enter("steady")
 
     trainer.DEFAULT_CALLBACKS.append(Phases)  # `finetune` takes no callbacks.
-    data = [{"text": each} for each in texts(BATCH_SIZE * steps)]
+    data = [{"text": each} for each in _texts(BATCH_SIZE * steps)]
     with tempfile.TemporaryDirectory() as out:
         given: dict[str, Any] = {"batch_size": BATCH_SIZE, "max_steps": steps, "learning_rate": 1e-4}
         client.finetune(data, output_dir=Path(out) / "adapter", **given)
@@ -107,10 +107,10 @@ def _serve(client: Any, num_requests: int, adapters: Path) -> None:
     with tenant_sdk.Engine(client, store, max_running=num_requests) as engine:
         for phase, num_new in ((None, 2), ("steady", NEW_TOKENS)):
             if phase is not None:
-                enter(phase)
+                _enter(phase)
             asked = [
                 engine.submit(text, name, num_new, eos_token_id=[])
-                for text, name in zip(texts(num_requests), names, strict=True)
+                for text, name in zip(_texts(num_requests), names, strict=True)
             ]
             for each in asked:
                 each.result()
@@ -118,43 +118,43 @@ def _serve(client: Any, num_requests: int, adapters: Path) -> None:
 
 def local(task: str, steps: int) -> None:
     """Does a task with transformers and PEFT on a local float32 model."""
-    enter("import")
+    _enter("import")
     import torch
     from peft import LoraConfig, get_peft_model
 
     import tenant_sdk
 
     tenant_sdk.tune()
-    enter("connect")
+    _enter("connect")
     model, tokenizer = local_model(), local_tokenizer()
-    enter("first")
+    _enter("first")
     if task == "finetune":
         config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         adapted: Any = get_peft_model(model, config).train()
         optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-4)
         for number in range(steps):
-            batch = tokenizer(texts(BATCH_SIZE), return_tensors="pt", padding=True)
+            batch = tokenizer(_texts(BATCH_SIZE), return_tensors="pt", padding=True)
             adapted(**batch, labels=batch["input_ids"]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if number == 0:
-                enter("steady")
+                _enter("steady")
     else:
         count = int(task.rpartition("-")[2]) if "-" in task else 1
-        batch = tokenizer(texts(count), return_tensors="pt", padding=True)
+        batch = tokenizer(_texts(count), return_tensors="pt", padding=True)
         for phase, num_new in ((None, 1), ("steady", NEW_TOKENS)):
             if phase is not None:
-                enter(phase)
+                _enter(phase)
             with torch.no_grad():
                 model.generate(**batch, max_new_tokens=num_new, do_sample=False, eos_token_id=None)
-    enter("end")
+    _enter("end")
 
 
 # ---- the measurement -------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Peaks:
+class _Peaks:
     """Holds a process's peaks in MB and the seconds of each phase, by phase.
 
     Attributes:
@@ -173,10 +173,10 @@ class Peaks:
         self.whole[phase] = max(self.whole.get(phase, 0.0), pss_mb_of(rollup))
 
 
-class Watch:
+class _Watch:
     """Reads the memory of a process until it is stopped."""
 
-    def __init__(self, pid: int, peaks: Peaks) -> None:
+    def __init__(self, pid: int, peaks: _Peaks) -> None:
         """Starts to read; nothing is noted before the first phase."""
         self._file, self._peaks, self.phase = Path(f"/proc/{pid}/smaps_rollup"), peaks, ""
         self._ended = threading.Event()
@@ -201,13 +201,13 @@ class Watch:
         self._thread.join()
 
 
-def measure(*arguments: str) -> Peaks:
+def _measure(*arguments: str) -> _Peaks:
     """Runs one process of this module and returns its peaks.
 
     Raises:
         SystemExit: the process failed; the error has the end of its messages.
     """
-    peaks = Peaks()
+    peaks = _Peaks()
     with tempfile.TemporaryFile("w+") as messages:
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "benchmarks.tenant_memory", *arguments],
@@ -215,7 +215,7 @@ def measure(*arguments: str) -> Peaks:
         )  # fmt: skip
         if process.stdout is None or process.stdin is None:
             raise SystemExit("a process without pipes")
-        watch, began = Watch(process.pid, peaks), time.perf_counter()
+        watch, began = _Watch(process.pid, peaks), time.perf_counter()
         try:
             for line in process.stdout:
                 if (phase := line.strip()) not in (*PHASES, "end"):
@@ -238,9 +238,9 @@ def measure(*arguments: str) -> Peaks:
 
 def run(
     tasks: Sequence[str], sides: Sequence[str], steps: int, pool_bytes: int | None, show: Callable[[str], None]
-) -> dict[tuple[str, str], Peaks]:
+) -> dict[tuple[str, str], _Peaks]:
     """Measures each task on each side, and shows each result as a row of the table when it is there."""
-    found: dict[tuple[str, str], Peaks] = {}
+    found: dict[tuple[str, str], _Peaks] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         counts = [int(task.rpartition("-")[2]) for task in tasks if "-" in task]
@@ -251,7 +251,7 @@ def run(
         for task in tasks:
             for side in sides:
                 job = {"task": task, "side": side, "url": url, "folder": str(folder), "steps": steps}
-                found[task, side] = peaks = measure("run", json.dumps(job | {"pool_bytes": pool_bytes}))
+                found[task, side] = peaks = _measure("run", json.dumps(job | {"pool_bytes": pool_bytes}))
                 cells = [f"{peaks.own[phase]:.0f}" if phase in peaks.own else "" for phase in PHASES]
                 work = sum(peaks.seconds.get(phase, 0.0) for phase in ("first", "steady"))
                 show(f"| {task} | {side} | {' | '.join(cells)} | {max(peaks.whole.values()):.0f} | {work:.1f} |")

@@ -57,7 +57,7 @@ class Found:
     provider_mb: float
 
 
-def step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> float:
+def _step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> float:
     """Lets all workers take one step at the same time, and returns the seconds until the last has finished."""
     began = time.perf_counter()
     for done in [threads.submit(worker.run) for worker in workers]:
@@ -123,7 +123,7 @@ class _Sides:
         seconds: dict[str, list[float]] = {side: [] for side in self._workers}
         for repeat in range(rounds + 1):
             for side, workers in self._workers.items():
-                took = step_together(workers, self._threads)
+                took = _step_together(workers, self._threads)
                 if repeat:
                     seconds[side].append(took)
         memory = {side: sum(pss_mb(worker.pid) for worker in each) for side, each in self._workers.items()}
@@ -168,7 +168,7 @@ def local() -> None:
 # ---- a provider that keeps what it was sent --------------------------------------------------------------------------
 
 
-def serve_saving(kind: str) -> None:
+def _serve_saving(kind: str) -> None:
     """Runs a provider on loopback, until standard input ends.
 
     Args:
@@ -278,6 +278,6 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["local"]:
         local()
     elif sys.argv[1:2] == ["serve"]:
-        serve_saving(sys.argv[2])
+        _serve_saving(sys.argv[2])
     else:
         main()

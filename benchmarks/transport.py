@@ -59,7 +59,7 @@ CALLS = {"2.3 KB": 400, "4 MB": 12}
 _BARE_NAME = "bare.sock"
 
 
-def serve_sockets(state: str, folder: str) -> None:
+def _serve_sockets(state: str, folder: str) -> None:
     """Echoes on one connection of each kind (TLS on TCP, ipc, and a bare Unix socket) until standard input ends; prints
     `ready` and the TCP port."""
     from provider.identity.authority import StateDir, issue_server_certificate
@@ -160,7 +160,7 @@ def _bare_round_trip(plain: socket.socket, message: bytes) -> float:
     return time.perf_counter() - began
 
 
-def run_sockets(repeats: int = 7) -> dict[str, dict[str, float]]:
+def _run_sockets(repeats: int = 7) -> dict[str, dict[str, float]]:
     """Returns, for each size of message, the median microseconds of an echo on the tensor port ("tensor port") and on
     the Unix socket ("ipc"), and the median over the rounds of "ipc" divided by "tensor port" ("ratio"). For the small
     message, "bare" is the median of an echo on a bare socket."""
@@ -216,7 +216,7 @@ def _connect_sockets(root: Path, stack: contextlib.ExitStack) -> tuple[MessageSo
     return tcp, here, bare
 
 
-def report_sockets(found: dict[str, dict[str, float]], tell: Callable[[str], None] = print) -> None:
+def _report_sockets(found: dict[str, dict[str, float]], tell: Callable[[str], None] = print) -> None:
     """Prints the results as a table."""
     tell("| echo of | tensor port, µs | ipc, µs | ratio, median of pairs | bar |\n|---|---|---|---|---|")
     for size, one in found.items():
@@ -241,7 +241,7 @@ KINDS = tuple(f"{what}{carrier}" for what in ("real", "identity") for carrier in
 ECHO_METHOD = "/veilbase.benchmark/Echo"
 
 
-def serve_echo(state: str) -> None:
+def _serve_echo(state: str) -> None:
     """Runs the gRPC echo, with the provider's own server options and certificates, until standard input ends."""
     import grpc
 
@@ -263,7 +263,7 @@ def serve_echo(state: str) -> None:
     server.stop(0).wait()
 
 
-def serve_provider(state: str, folder: str, kind: str) -> None:
+def _serve_provider(state: str, folder: str, kind: str) -> None:
     """Runs a provider of one layer group, 576 to 576 features, until standard input ends.
 
     Args:
@@ -323,7 +323,7 @@ class _Child:
         self.process.wait(timeout=30)
 
 
-def median_us(call: Callable[[], Any], count: int) -> float:
+def _median_us(call: Callable[[], Any], count: int) -> float:
     """Returns the median time of a call, in microseconds, over `count` calls."""
     times = []
     for _ in range(count):
@@ -334,7 +334,7 @@ def median_us(call: Callable[[], Any], count: int) -> float:
 
 
 class _Echo:
-    """Sends and receives messages on one stream of `serve_echo`."""
+    """Sends and receives messages on one stream of `_serve_echo`."""
 
     def __init__(self, url: str, identity: TlsIdentity) -> None:
         from wire.transport.grpc_channel import open_channel
@@ -363,7 +363,7 @@ class _Echo:
         self._channel.close()
 
 
-def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: int, in_flight: int) -> float:
+def _seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: int, in_flight: int) -> float:
     """Returns the mean seconds of a tensor's round trip, with `in_flight` tensors in flight at a time.
 
     Args:
@@ -448,15 +448,15 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
     small: dict[str, list[float]] = {name: [] for name in ("echo", *KINDS)}
     large: dict[tuple[int, int], list[Any]] = {(size, n): [] for size in SIZES_MIB for n in (1, IN_FLIGHT)}
     for repeat in range(repeats + 1):
-        times = {"echo": median_us(echo.small, 300)}
+        times = {"echo": _median_us(echo.small, 300)}
         for name, connection in connections.items():
-            times[name] = median_us(lambda c=connection: c.submit(call, row, FEATURES).result(), 300)
+            times[name] = _median_us(lambda c=connection: c.submit(call, row, FEATURES).result(), 300)
         shares = {}
         for size, in_flight in large:
             count = max(16, 64 // size)
-            echo_s = seconds_of(lambda s=size: echo.send(s), lambda _, s=size: echo.receive(s), count, in_flight)
+            echo_s = _seconds_of(lambda s=size: echo.send(s), lambda _, s=size: echo.receive(s), count, in_flight)
             ours_s, by_grpc_s, by_ipc_s = (
-                seconds_of(
+                _seconds_of(
                     lambda s=size, c=connections[f"identity{carrier}"]: c.submit(call, rows[s], FEATURES),
                     lambda sent: sent.result(),
                     count,
@@ -500,20 +500,20 @@ def main() -> None:
         rate, by_grpc = result["mb_per_s"][key], result["share by gRPC"][key]
         print(f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} | {result['ipc'][key]:.2f} |")
     print()
-    report_sockets(run_sockets(repeats))
+    _report_sockets(_run_sockets(repeats))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["echo"]:
-        serve_echo(sys.argv[2])
+        _serve_echo(sys.argv[2])
     elif sys.argv[1:2] == ["provider"]:
-        serve_provider(*sys.argv[2:])
+        _serve_provider(*sys.argv[2:])
     elif sys.argv[1:2] == ["sockets"]:
-        serve_sockets(*sys.argv[2:])
+        _serve_sockets(*sys.argv[2:])
     elif sys.argv[1:2] == ["ipc"]:
-        argparse.ArgumentParser("python -m benchmarks.transport ipc", description=run_sockets.__doc__).parse_args(
+        argparse.ArgumentParser("python -m benchmarks.transport ipc", description=_run_sockets.__doc__).parse_args(
             sys.argv[2:]
         )
-        report_sockets(run_sockets())
+        _report_sockets(_run_sockets())
     else:
         main()

@@ -40,7 +40,7 @@ def fix_malloc() -> None:
         mallopt(parameter, value)
 
 
-def memory_mb(name: str) -> float:
+def _memory_mb(name: str) -> float:
     """Returns a number of /proc/self/status, in units of 1000 KiB: VmRSS for the resident memory, VmHWM for its peak.
     Returns NaN if there is no line with this name."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -90,18 +90,18 @@ def measure(
         warnings.simplefilter("ignore")
         model = get_peft_model(model, config).train()
     take_step(model, _WARM_TOKENS, window_tokens, replies)
-    resident, before = memory_mb("VmRSS"), client.traffic if client is not None else None
+    resident, before = _memory_mb("VmRSS"), client.traffic if client is not None else None
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     began = time.monotonic()
     loss = take_step(model, num_tokens, window_tokens, replies)
-    found = {"seconds": time.monotonic() - began, "MB": memory_mb("VmHWM") - resident, "loss": loss}
+    found = {"seconds": time.monotonic() - began, "MB": _memory_mb("VmHWM") - resident, "loss": loss}
     if before is not None:
         found["up"] = (client.traffic.bytes_up - before.bytes_up) / num_tokens / 1e6
         found["down"] = (client.traffic.bytes_down - before.bytes_down) / num_tokens / 1e6
     return found
 
 
-def run_side(side: str, num_tokens: int, folder: str, url: str) -> None:
+def _run_side(side: str, num_tokens: int, folder: str, url: str) -> None:
     """Takes one side's step in this process, and prints the figures of `measure` as JSON."""
     fix_malloc()
     if side == "local":
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
-        run_side(given.side[0], given.tokens, *given.side[1:])
+        _run_side(given.side[0], given.tokens, *given.side[1:])
         return
     print(f"| 1 × {given.tokens} | MB | of local | s | MB a token up | down | loss |\n|---|--:|--:|--:|--:|--:|--:|")
     found = run(given.tokens, given.sides)

@@ -166,7 +166,7 @@ class _Tally:
     def __init__(self, bits: int) -> None:
         """Begins with no messages; their numbers have `bits` bits."""
         self.num_numbers = 0
-        self._places = byte_places(bits)
+        self._places = _byte_places(bits)
         count = len(self._places)
         self._counts = torch.zeros(count, 256, dtype=torch.float64)
         self._squares = torch.zeros(count, 1, dtype=torch.float64)
@@ -199,7 +199,7 @@ class _Tally:
         return Figures(group, direction, self.num_numbers, (chi_square - 255) / (2 * 255) ** 0.5, serial)
 
 
-def byte_places(bits: int) -> list[int]:
+def _byte_places(bits: int) -> list[int]:
     """Returns the places, in bits from the lowest of an int32, of the bytes of a number whose upper `bits` bits were
     sent: the lowest byte first, the top byte last. Where `bits` is no multiple of eight, the lowest two share some
     bits."""

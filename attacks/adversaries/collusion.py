@@ -69,13 +69,13 @@ def _key(message: Message) -> _CallKey:
     return message.group, message.direction, message.num_rows
 
 
-def attack_collusion(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+def _attack_collusion(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Claims nothing, because the view of one provider alone does not show the rows."""
     return []
 
 
 COLLUSION = Adversary(
-    "collusion", "both providers of `shares` add what they got; one view alone has nothing to add", attack_collusion
+    "collusion", "both providers of `shares` add what they got; one view alone has nothing to add", _attack_collusion
 )
 
 
@@ -104,7 +104,7 @@ def open_block(rows: torch.Tensor, public: PublicMatrix, secret: torch.Tensor) -
     return centred(rows.to(torch.int64) - masks)
 
 
-def claim_nothing(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+def _claim_nothing(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Claims nothing, because no recording holds a secret, or what a tenant released."""
     return []
 
@@ -112,7 +112,7 @@ def claim_nothing(view: View, model: PublicModel, opened: Opened | None = None) 
 LEAKED_SECRET = Adversary(
     "leaked-secret",
     "the unmasking maths alone, for its control: no view holds a secret to use it on",
-    claim_nothing,
+    _claim_nothing,
 )
 
 
@@ -169,5 +169,5 @@ def seek_secret(
 RELEASED_VALUES = Adversary(
     "released-values",
     "logits given to who knows the prompt, for its control: no view holds released numbers",
-    claim_nothing,
+    _claim_nothing,
 )

@@ -100,7 +100,7 @@ def phase(known: Known, seen: Seen) -> float:
     return float(torch.vdot((second - first).flatten(), _phase(seen.sent).flatten()).real)
 
 
-def low_bits(known: Known, seen: Seen) -> float:
+def _low_bits(known: Known, seen: Seen) -> float:
     """Subtracts each candidate from the message, and returns how much less uniform the lowest bits that are sent are
     for the second candidate than for the first. If the mask lies on a coarse grid, the lowest bits have only one value
     for the true candidate."""
@@ -148,7 +148,7 @@ SCORES: Mapping[str, Score] = MappingProxyType(
     {
         "size": size,
         "phase": phase,
-        "low bits": low_bits,
+        "low bits": _low_bits,
         "public matrix": public_matrix,
         "difference": difference,
     }

@@ -49,7 +49,7 @@ _ROUND = 5e-3
 
 
 @dataclass(frozen=True)
-class Masked:
+class _Masked:
     """Holds a message, and the vectors with which it may have been masked.
 
     Attributes:
@@ -64,12 +64,12 @@ class Masked:
     norm: Norm | None
 
 
-def masked_messages(view: View, public: PublicModel) -> list[Masked]:
+def _masked_messages(view: View, public: PublicModel) -> list[_Masked]:
     """Returns every float message that came after noise effects (products of noise vectors with the weight) had been
     computed for its group and direction. Messages that are empty or not finite are left out."""
     norms = public.normed_inputs()
     effects: dict[tuple[int, str], list[Message]] = defaultdict(list)
-    masked: list[Masked] = []
+    masked: list[_Masked] = []
     for message in view.with_tensors().messages:
         if message.arithmetic == "float" and message.purpose == "effect":
             effects[message.group, message.direction].append(message)
@@ -80,7 +80,7 @@ def masked_messages(view: View, public: PublicModel) -> list[Masked]:
     return masked
 
 
-def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) -> Masked | None:
+def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) -> _Masked | None:
     """Returns the message with its pool; None if no vector of the message's width was seen before the message, or if
     the message is empty or not finite."""
     rows = message.request().to(torch.float64)
@@ -88,10 +88,10 @@ def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) 
     vectors = [vector for vector in vectors if vector.shape[1] == rows.shape[1] and vector.shape[0] > 0]
     if not vectors or rows.shape[0] == 0 or not bool(torch.isfinite(rows).all()):
         return None
-    return Masked(message.seq, rows, torch.cat(vectors), norm)
+    return _Masked(message.seq, rows, torch.cat(vectors), norm)
 
 
-def usual_sigma(masked: Sequence[Masked]) -> float:
+def _usual_sigma(masked: Sequence[_Masked]) -> float:
     """Returns σ, the noise's strength relative to the rows, estimated from messages of several normed rows; 1 if there
     are none."""
     several = [one for one in masked if one.norm is not None and one.rows.shape[0] > 1]
@@ -99,16 +99,16 @@ def usual_sigma(masked: Sequence[Masked]) -> float:
     return _settled(statistics.median(estimates)) if estimates else _USUAL_SIGMA
 
 
-def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
+def _take_off_normed(one: _Masked, norm: Norm, sigma: float) -> torch.Tensor:
     """Returns the message's rows minus a scaled noise vector. The vector and its scale are those that leave rows most
     like the output of `norm`, the norm layer that made the unmasked rows."""
-    roots = strengths(one.rows, one.pool, sigma)
+    roots = _strengths(one.rows, one.pool, sigma)
     misfit = torch.stack([_misfit(norm, one.rows, one.pool, strength) for strength in roots])
     side, k = divmod(int(misfit.argmin()), one.pool.shape[0])
     return one.rows - roots[side, k] * one.pool[k]
 
 
-def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Tensor:
+def _strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Tensor:
     """Returns both solutions c of ‖Z − c·n‖² = T·d·(c/σ)² for each vector n, shape (2, K); 1e30 stands for a solution
     that is not positive.
 
@@ -124,7 +124,7 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
     return torch.where((both > 0) & (both < _NONE), both, _NONE)
 
 
-def _sigma(one: Masked) -> float | None:
+def _sigma(one: _Masked) -> float | None:
     """Returns σ of a message of several normed rows, from the condition that a single strength c gives each row the
     norm of a normed row. Returns None if no norm layer made the rows."""
     if one.norm is None:
@@ -176,16 +176,16 @@ def _settled(sigma: float) -> float:
 def attack_known_mask(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Claims unmasked rows of each message, if the provider has computed noise effects (products of noise vectors with
     the weight) for the message's group and direction; see `Adversary.attack`."""
-    masked = masked_messages(view, public)
-    sigma = usual_sigma(masked)
+    masked = _masked_messages(view, public)
+    sigma = _usual_sigma(masked)
     return [StolenRows(one.seq, _unmask(one, sigma)) for one in masked]
 
 
-def _unmask(one: Masked, sigma: float) -> torch.Tensor:
+def _unmask(one: _Masked, sigma: float) -> torch.Tensor:
     """Returns the message's rows minus a noise vector times its strength, for the pair that fits best."""
     if one.norm is not None:
-        return take_off_normed(one, one.norm, sigma)
-    roots = strengths(one.rows, one.pool, sigma)
+        return _take_off_normed(one, one.norm, sigma)
+    roots = _strengths(one.rows, one.pool, sigma)
     k = int(roots[0].argmin())  # the largest correlation, and the smallest rms of the remainder
     return one.rows - roots[0, k] * one.pool[k]
 
@@ -213,9 +213,9 @@ KNOWN_MASK = Adversary(
 def attack_which_of_k(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Claims unmasked rows of each forward message of a group whose input a norm layer computes, if the provider has
     computed noise effects (products of noise vectors with the weight) for that group."""
-    masked = masked_messages(view, public)
-    sigma = usual_sigma(masked)
-    return [StolenRows(one.seq, take_off_normed(one, one.norm, sigma)) for one in masked if one.norm is not None]
+    masked = _masked_messages(view, public)
+    sigma = _usual_sigma(masked)
+    return [StolenRows(one.seq, _take_off_normed(one, one.norm, sigma)) for one in masked if one.norm is not None]
 
 
 WHICH_OF_K = Adversary(
@@ -255,13 +255,13 @@ def attack_sphere_fit(view: View, public: PublicModel, opened: Opened | None) ->
         rows = torch.cat(list(requests.values()))
         if rows.shape[1] != norm.weight.shape[0] or not bool(torch.isfinite(rows).all()):
             continue
-        mask = fit_sphere(norm, rows[: _ROWS_PER_FEATURE * rows.shape[1]])
+        mask = _fit_sphere(norm, rows[: _ROWS_PER_FEATURE * rows.shape[1]])
         if mask is not None:
             claims += [StolenRows(seq, request - mask) for seq, request in requests.items()]
     return claims
 
 
-def fit_sphere(norm: Norm, rows: torch.Tensor) -> torch.Tensor | None:
+def _fit_sphere(norm: Norm, rows: torch.Tensor) -> torch.Tensor | None:
     """Returns the mask of the rows, shape (d,), which is the sphere's centre times the norm's weight. Returns None for
     fewer than d + 1 rows.
 
@@ -305,7 +305,7 @@ _FEW_GROUPS = 8
 _FEW_PAIRS = 8
 
 
-def attack_differencing(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+def _attack_differencing(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Claims the differences of a few pairs of messages in each of the largest sets that `_alike` returns."""
     claims: list[Claim] = []
     for messages in islice(_alike(view), _FEW_GROUPS):
@@ -328,7 +328,7 @@ def _alike(view: View) -> list[list[Message]]:
 DIFFERENCING = Adversary(
     "differencing",
     "a mask used for two messages: the difference of their unmasked rows",
-    attack_differencing,
+    _attack_differencing,
 )
 
 
@@ -348,7 +348,7 @@ _FEW_MEANS = 4
 _MOST_MESSAGES = 512
 
 
-def attack_averaging(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+def _attack_averaging(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Computes the cleaned mean of each of the first few sets of messages that may be repetitions, and claims that this
     is the unmasked content of the set's first few messages."""
     sets: dict[tuple[int, str, int], list[Message]] = defaultdict(list)
@@ -359,12 +359,12 @@ def attack_averaging(view: View, public: PublicModel, opened: Opened | None) -> 
     for messages in [messages for messages in sets.values() if len(messages) > 1][:_FEW_SETS]:
         repeats = torch.stack([message.request().to(torch.float64) for message in messages[:_MOST_MESSAGES]])
         if bool(torch.isfinite(repeats).all()):
-            mean = clean_mean(repeats)
+            mean = _clean_mean(repeats)
             claims += [StolenRows(message.seq, mean) for message in messages[:_FEW_MEANS]]
     return claims
 
 
-def clean_mean(repeats: torch.Tensor) -> torch.Tensor:
+def _clean_mean(repeats: torch.Tensor) -> torch.Tensor:
     """Returns the mean over repetitions without the principal components that noise alone would produce.
 
     Args:
@@ -385,7 +385,7 @@ def clean_mean(repeats: torch.Tensor) -> torch.Tensor:
 AVERAGING = Adversary(
     "averaging",
     "a prompt repeated under fresh noise: mean and principal components of its messages",
-    attack_averaging,
+    _attack_averaging,
 )
 
 
@@ -406,7 +406,7 @@ _MOST_NUMBERS = 1 << 24
 """The most numbers in a set of messages: 128 MB in float64."""
 
 
-def attack_principal_components(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+def _attack_principal_components(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Claims differences between the first messages of a set, for each of the largest sets whose messages vary by more
     than noise. A set holds messages of one group, direction, arithmetic and number of rows."""
     sets: dict[tuple[int, str, str, int], list[Message]] = defaultdict(list)
@@ -457,7 +457,7 @@ def components(points: torch.Tensor) -> torch.Tensor | None:
 PRINCIPAL_COMPONENTS = Adversary(
     "principal-components",
     "a mask used again, or none, under fresh noise: what messages vary in stands out of it",
-    attack_principal_components,
+    _attack_principal_components,
 )
 
 
@@ -478,7 +478,7 @@ _LARGEST_SHARE = 4
 rows, divided by this."""
 
 
-def attack_subspace(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+def _attack_subspace(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Removes the noise's subspace from the first messages of the first groups, and claims the rows that remain; see
     `Adversary.attack`."""
     claims: list[Claim] = []
@@ -488,13 +488,13 @@ def attack_subspace(view: View, public: PublicModel, opened: Opened | None) -> l
         messages = [m for m in products if (m.group, m.direction) == (group, direction)][:_FEW_CLAIMED]
         requests = {message.seq: message.request().to(torch.float64) for message in messages}
         rows = torch.cat(list(requests.values()))
-        span = noise_span(rows) if bool(torch.isfinite(rows).all()) else None
+        span = _noise_span(rows) if bool(torch.isfinite(rows).all()) else None
         if span is not None:
             claims += [StolenRows(seq, request - request @ span @ span.t()) for seq, request in requests.items()]
     return claims
 
 
-def noise_span(rows: torch.Tensor) -> torch.Tensor | None:
+def _noise_span(rows: torch.Tensor) -> torch.Tensor | None:
     """Returns an orthonormal basis of the directions with the largest eigenvalues, shape (d, r). The rank r is where
     the eigenvalues fall most steeply; it is at most a quarter of num_rows and of d. Returns None for fewer than four
     rows or features.
@@ -516,7 +516,7 @@ def noise_span(rows: torch.Tensor) -> torch.Tensor | None:
 SUBSPACE = Adversary(
     "subspace-projection",
     "noise within a small span: principal components give the span, rows off it are bare",
-    attack_subspace,
+    _attack_subspace,
 )
 
 
@@ -534,12 +534,12 @@ _BFLOAT16_STEPS = 2.0**-7
 """The spacing of bfloat16 numbers between 1 and 2."""
 
 
-def attack_low_bits(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+def _attack_low_bits(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Claims the centred residue of the first `_MOST_MESSAGES` messages modulo the grid of a bfloat16 mask."""
     claims: list[Claim] = []
     for message in view.with_tensors().select("product")[:_MOST_MESSAGES]:
         rows = message.request().to(torch.float64)
-        claims.append(StolenRows(message.seq, residue(rows, grid(rows))))
+        claims.append(StolenRows(message.seq, _residue(rows, grid(rows))))
     return claims
 
 
@@ -550,7 +550,7 @@ def grid(rows: torch.Tensor) -> torch.Tensor:
     return torch.exp2(exponent) * _BFLOAT16_STEPS
 
 
-def residue(rows: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
+def _residue(rows: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
     """Returns the rows modulo the spacing, as numbers between minus and plus half of the spacing."""
     return rows - torch.round(rows / spacing) * spacing
 
@@ -558,5 +558,5 @@ def residue(rows: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
 LOW_BITS = Adversary(
     "low-bits",
     "a float mask on a coarser grid than the data, such as bfloat16: the data modulo the grid",
-    attack_low_bits,
+    _attack_low_bits,
 )

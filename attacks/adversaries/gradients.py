@@ -105,7 +105,7 @@ def rows_of(message: Message | None, opened: Opened | None) -> torch.Tensor | No
     return message.request().to(torch.float64) if opened is None else opened.get(message.seq)
 
 
-def attack_gradient_view(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+def _attack_gradient_view(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Claims the tokens and the labels of the first training pass, each as comma-separated text, row by row. What the
     pass does not show is not claimed."""
     step = next((one for one in forward_passes(view.with_tensors()) if one.is_training and one.num_rows), None)
@@ -130,7 +130,7 @@ def _listed(ids: torch.Tensor) -> str:
 GRADIENT_VIEW = Adversary(
     "gradient-view",
     "first rows and last gradients of a training step; yields the batch's tokens and labels",
-    attack_gradient_view,
+    _attack_gradient_view,
 )
 
 

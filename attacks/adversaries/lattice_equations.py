@@ -163,7 +163,7 @@ def attack_no_error(view: View, model: PublicModel, opened: Opened | None = None
     return claims
 
 
-class Equations:
+class _Equations:
     """Holds the linear equations M·s = z mod 2^32 that the numbers z of a mask give for the mask's secret s. The
     equations come from as many rows as are needed to determine s. A difference of two masks gives the same equations
     for the difference of their secrets."""
@@ -177,7 +177,7 @@ class Equations:
         self._binary = BinarySystem(bits(self._equations))
 
 
-class ExactSystem(Equations):
+class ExactSystem(_Equations):
     """Finds secrets of masks that were made without an error, one secret for each block."""
 
     def open(self, stream: Stream) -> None:
@@ -253,7 +253,7 @@ TINY_ERROR_BUDGET = 1 << 22
 guesses at dimension 32 and 2,000 at dimension 8."""
 
 
-def attack_tiny_error(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+def _attack_tiny_error(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Unmasks blocks (a block is the rows under one secret) whose errors are all 0 or 1 and that have enough rows of
     known or zero plaintext, for dimensions up to `MOST_DIMENSION` and within `BUDGET`."""
     claims: list[Claim] = []
@@ -289,13 +289,13 @@ def _open_tiny_error(stream: Stream, public: PublicMatrix, budget: int) -> int:
         if spent + num_unknowns**2 > budget:
             break
         spent += num_unknowns**2
-        secret = find_secret(equations, stream.masks(start, num_rows, len(equations)))
+        secret = _find_secret(equations, stream.masks(start, num_rows, len(equations)))
         if secret is not None:
             stream.open_around(public, secret, start, num_rows)
     return spent
 
 
-def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | None:
+def _find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | None:
     """Returns the ternary secret s for which every number of masks − M·s is 0 or 1 mod 2^32.
 
     Returns None if there is no such secret, if the linearised equations do not determine it, or if all of `masks` is
@@ -334,7 +334,7 @@ def _pairs(n: int) -> tuple[list[int], list[int]]:
 TINY_ERROR = Adversary(
     "tiny-error",
     "a lattice mask with errors 0 or 1 at toy size: linearisation; opens the block",
-    attack_tiny_error,
+    _attack_tiny_error,
     True,
 )
 
@@ -413,7 +413,7 @@ def distances(degree: int, num_rows: int) -> list[int]:
     return blocks + sorted(distance for distance in pieces if distance < degree)
 
 
-class _System(Equations):
+class _System(_Equations):
     """Finds the difference of the secrets of two blocks, or of two pieces of one block, that share an error."""
 
     def open(self, stream: Stream) -> list[Claim]:

@@ -93,7 +93,7 @@ _WIDE = 256
 true token's cosine, and trying every prompt is cheap."""
 
 
-def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:
+def _invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:
     """Finds the token ids behind the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden).
 
     If no candidate's state is near the first row, only the best token for this row is returned.
@@ -168,7 +168,7 @@ def _attack_deep_state(view: View, model: PublicModel, opened: Opened | None) ->
     for prompt in prompts(view.with_tensors(), opened, {group})[:_MAX_PROMPTS]:
         rows = prompt.rows.get(group)
         if rows is not None and rows.shape[0] and left > 0 and num_hopeless < _MAX_HOPELESS:
-            ids = invert(rows.to(_DTYPE), beginning, min(left, rows.shape[0]))
+            ids = _invert(rows.to(_DTYPE), beginning, min(left, rows.shape[0]))
             left -= len(ids)
             num_hopeless += len(ids) == 1 < rows.shape[0]
             claims.append(StolenTokens(prompt.number, tuple(ids)))
@@ -176,8 +176,8 @@ def _attack_deep_state(view: View, model: PublicModel, opened: Opened | None) ->
 
 
 def _beginning(model: PublicModel) -> PublicModel:
-    """Returns the model with only the first two blocks, which `invert` needs, in float32. The last digits do not decide
-    which candidate is nearest."""
+    """Returns the model with only the first two blocks, which `_invert` needs, in float32. The last digits do not
+    decide which candidate is nearest."""
     positions = None if model.positions is None else model.positions.to(_DTYPE)
     blocks = tuple(block.to(_DTYPE) for block in model.blocks[:2])
     return replace(model, embedding=model.embedding.to(_DTYPE), positions=positions, blocks=blocks)

@@ -39,7 +39,7 @@ means a condition number beyond 1e7, for which two factorisations do not suffice
 
 
 @dataclass(frozen=True)
-class Columns:
+class _Columns:
     """Holds the decomposition of a matrix A.
 
     Attributes:
@@ -54,17 +54,17 @@ class Columns:
         return self._inverse @ inside
 
 
-def columns(given: torch.Tensor) -> Columns:
+def columns(given: torch.Tensor) -> _Columns:
     """Decomposes a float64 matrix, shape (num_rows, num_columns), with at least as many rows as columns."""
     found = _by_cholesky(given)
     if found is not None:
         return found
     left, sizes, right = torch.linalg.svd(given, full_matrices=False)
     kept = sizes > sizes[0] * _LEAST
-    return Columns(left[:, kept], right[kept].T / sizes[kept])
+    return _Columns(left[:, kept], right[kept].T / sizes[kept])
 
 
-def _by_cholesky(given: torch.Tensor) -> Columns | None:
+def _by_cholesky(given: torch.Tensor) -> _Columns | None:
     """Decomposes by Cholesky factorisations; returns None if the columns are too nearly dependent for them."""
     sizes = given.norm(dim=0)
     if given.shape[0] < given.shape[1] or not bool((sizes > 0).all()):
@@ -81,7 +81,7 @@ def _by_cholesky(given: torch.Tensor) -> Columns | None:
             return None
         undone = torch.linalg.solve_triangular(factor, unit, upper=False).T
         left, inverse = left @ undone, inverse @ undone
-    return Columns(left, inverse)
+    return _Columns(left, inverse)
 
 
 # ---- the equations --------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ Guess = Callable[[torch.Generator], torch.Tensor | None]
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Claims rows of messages whose mask comes from a seed that is a small number or a time. Unless `opened` is given,
     it also claims the rows of blocks whose lattice secret comes from such a seed."""
-    seeds = [*SMALL_SEEDS, *arrival_seconds(view)]
+    seeds = [*SMALL_SEEDS, *_arrival_seconds(view)]
     return [*search(view, public, seeds), *(secrets(view, seeds) if opened is None else ())]
 
 
@@ -85,7 +85,7 @@ def secrets(view: View, seeds: Sequence[int]) -> list[Claim]:
     return claims
 
 
-def arrival_seconds(view: View) -> range:
+def _arrival_seconds(view: View) -> range:
     """Returns the Unix seconds at which a tenant may have seeded a generator: those from `_SECONDS_BEFORE` before the
     first message arrived. The range is empty if no message has tensors."""
     times = [message.file.stat().st_mtime for message in view.with_tensors().messages[:1] if message.file is not None]

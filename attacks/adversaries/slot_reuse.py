@@ -59,19 +59,19 @@ def false_positive_log2(num_rows: int, num_features: int) -> float:
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Claims the differences of messages that used the same mask rows in the same order. For messages that share mask
-    rows at other positions, or that share a secret (`shared_secrets`), it claims only that they do. If `opened` is
+    rows at other positions, or that share a secret (`_shared_secrets`), it claims only that they do. If `opened` is
     given, it claims nothing, because it does not use it and has already run without it."""
     claims: list[Claim] = []
     for stream in streams(view) if opened is None else ():
-        if false_positive_log2(len(stream.rows), stream.num_features) > -FALSE_POSITIVE_BITS or is_plain(stream.rows):
+        if false_positive_log2(len(stream.rows), stream.num_features) > -FALSE_POSITIVE_BITS or _is_plain(stream.rows):
             continue
         claims += _claims(stream)
         if len(claims) >= MOST_CLAIMS:
             break
-    return [*claims[:MOST_CLAIMS], *(shared_secrets(view) if opened is None else ())]
+    return [*claims[:MOST_CLAIMS], *(_shared_secrets(view) if opened is None else ())]
 
 
-def shared_secrets(view: View) -> list[Claim]:
+def _shared_secrets(view: View) -> list[Claim]:
     """Claims which messages of different groups (layers that read the same input), or of different directions, share a
     secret. Even if two groups or directions share many secrets, only one pair of their messages is claimed."""
     places: dict[tuple[str, int], int] = {}
@@ -81,7 +81,7 @@ def shared_secrets(view: View) -> list[Claim]:
         if rows is None or message.arithmetic != "ring":
             continue
         head = rows[:, :_MOST_COLUMNS].to(torch.int64)
-        if head.shape[1] < _KEY_COLUMNS or is_plain(head):
+        if head.shape[1] < _KEY_COLUMNS or _is_plain(head):
             continue
         place = places.setdefault((message.direction, message.group), len(places))
         heads.append(torch.nn.functional.pad(head, (0, _MOST_COLUMNS - head.shape[1]), value=_NOTHING))
@@ -118,7 +118,7 @@ def _shows_sharing(one: torch.Tensor, other: torch.Tensor, num_rows: int) -> boo
     return int(centred(one[there] - other[there]).abs().max()) < SMALL
 
 
-def is_plain(rows: torch.Tensor) -> bool:
+def _is_plain(rows: torch.Tensor) -> bool:
     """Returns whether the rows look unmasked: more than half of their numbers are below 2^28 in magnitude.
 
     Of masked numbers, an eighth is below 2^28. Unmasked rows are all near each other. Comparing them would take
@@ -131,7 +131,7 @@ def _claims(stream: Stream) -> list[Claim]:
     owner = torch.empty(len(stream.rows), dtype=torch.int64)
     for index, (_, first, stop) in enumerate(stream.spans):
         owner[first:stop] = index
-    pairs = near_pairs(stream.rows)
+    pairs = _near_pairs(stream.rows)
     between = owner[pairs]  # (num_pairs, 2)
     met = {(min(a, b), max(a, b)) for a, b in between.tolist() if a != b}
     return [claim for a, b in sorted(met)[:MOST_CLAIMS] if (claim := _claim(stream, a, b)) is not None]
@@ -148,7 +148,7 @@ def _claim(stream: Stream, one: int, other: int) -> Claim | None:
     return StolenFact(SHARED_ROWS, f"{seq}, {other_seq}")
 
 
-def near_pairs(rows: torch.Tensor) -> torch.Tensor:
+def _near_pairs(rows: torch.Tensor) -> torch.Tensor:
     """Returns pairs of rows that are not equal but differ by less than `SMALL` in every feature, mod 2^32.
 
     Each row is compared only with the `MOST_NEIGHBOURS` rows after it in the order of the first feature. The search

@@ -59,7 +59,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
     left, left_of_four = MOST_ROWS, MOST_ROWS_OF_FOUR
     for seed in seeds[:MOST_TABLES] if found else ():
         for degree in ring_degrees(seed.num_rows)[:1]:  # one row's equations are the same for every N, except for signs
-            table = Table(seed, degree)
+            table = _Table(seed, degree)
             for stream in found:
                 stream.restart()
                 for row in _rows_to_try(stream):
@@ -80,7 +80,7 @@ def _rows_to_try(stream: Stream) -> Iterator[int]:
     yield from sorted(firsts | set(range(0, len(stream.rows), _STEP)))
 
 
-class Table:
+class _Table:
     """Holds the sums of at most two signed columns of a row's equations, sorted."""
 
     def __init__(self, seed: SeededRows, degree: int) -> None:

@@ -46,7 +46,7 @@ _LEARNS_PROMPTS = (PROMPT, P_TUNING, PREFIX)
 
 
 @dataclass(frozen=True)
-class Shape:
+class _Shape:
     """Holds the metadata of one pass.
 
     Attributes:
@@ -88,9 +88,9 @@ class Training:
         return lower[-1] if lower else None
 
 
-def shapes(view: View, head_group: int | None = None) -> list[Shape]:
+def _shapes(view: View, head_group: int | None = None) -> list[_Shape]:
     """Returns all passes of a view; a recomputation is joined to the pass that it belongs to."""
-    found: list[Shape] = []
+    found: list[_Shape] = []
     everything = {message.group for message in view.select("product", "forward")}
     for one in forward_passes(view):
         shape = _shape(one, head_group)
@@ -98,7 +98,7 @@ def shapes(view: View, head_group: int | None = None) -> list[Shape]:
     return found
 
 
-def _shape(one: ForwardPass, head_group: int | None) -> Shape:
+def _shape(one: ForwardPass, head_group: int | None) -> _Shape:
     forward = _rows(one.forward, one.repeats)
     backward = _rows(one.backward, one.backward_repeats)
     head_rows = forward.get(head_group) if head_group is not None else None
@@ -109,7 +109,7 @@ def _shape(one: ForwardPass, head_group: int | None) -> Shape:
         {group: 1 if group == head_group else max(1, round(rows / max(1, tokens))) for group, rows in each.items()}
         for each in (forward, backward)
     )
-    return Shape(tokens, calls, gradients, head_rows)
+    return _Shape(tokens, calls, gradients, head_rows)
 
 
 def _rows(first: Mapping[int, Message], repeats: Mapping[int, tuple[Message, ...]]) -> dict[int, int]:
@@ -119,16 +119,16 @@ def _rows(first: Mapping[int, Message], repeats: Mapping[int, tuple[Message, ...
     }
 
 
-def _joined(one: Shape, more: Shape) -> Shape:
+def _joined(one: _Shape, more: _Shape) -> _Shape:
     """Returns the shape of a pass joined with its recomputation: recomputed calls are not counted again, while
     gradients are added up."""
     groups = {*one.calls, *more.calls}
     calls = {group: max(one.calls.get(group, 0), more.calls.get(group, 0)) for group in groups}
     backward = dict(Counter(one.backward) + Counter(more.backward))
-    return Shape(one.num_rows, calls, backward, one.head_rows)
+    return _Shape(one.num_rows, calls, backward, one.head_rows)
 
 
-def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
+def _prompt_lengths(found: Sequence[_Shape]) -> list[tuple[int, int]]:
     """Returns, for each prompt, the number of prompt tokens and of answer tokens. Every forward pass gives one token of
     an answer."""
     counted: list[tuple[int, int]] = []
@@ -143,7 +143,7 @@ def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
     return counted
 
 
-def summarise(view: View, found: Sequence[Shape]) -> Training:
+def _summarise(view: View, found: Sequence[_Shape]) -> Training:
     """Returns what a view's traffic shows about training. All claims about the adapter are based on these facts."""
     groups = tuple(sorted({message.group for message in view.select("product")}))
     steps = [one for one in found if one.backward]
@@ -183,7 +183,7 @@ def _normed(model: PublicModel) -> set[int | None]:
     return {model.head_group, *(layer.group for block in model.blocks for layer in (block.q, block.up[0]))}
 
 
-def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
+def _if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
     """Returns the kinds of adapter in `could` for which `client.finetune` would send as many rows to the output head as
     were seen: some positions or all. Returns all of `could` if the provider does not have the head."""
     if seen.has_few_logits is None:
@@ -191,7 +191,9 @@ def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
     return tuple(kind for kind in could if (kind in _LEARNS_PROMPTS) != seen.has_few_logits)
 
 
-def lowest_adapted(seen: Training, could: Sequence[str], found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
+def _lowest_adapted(
+    seen: Training, could: Sequence[str], found: Sequence[_Shape], manifest: Manifest
+) -> tuple[str, ...]:
     """Returns the first layers of the groups that may hold the lowest adapted layer. The result is empty if no gradient
     was sent. An entry `before L` means that the adapter may change something before layer L that is not a base layer,
     such as a norm."""
@@ -212,11 +214,11 @@ def lowest_adapted(seen: Training, could: Sequence[str], found: Sequence[Shape],
     return tuple(names)
 
 
-def _reaching(found: Sequence[Shape], group: int) -> list[Shape]:
+def _reaching(found: Sequence[_Shape], group: int) -> list[_Shape]:
     return [one for one in found if group in one.backward and group in one.calls]
 
 
-def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
+def changed_members(seen: Training, found: Sequence[_Shape], manifest: Manifest) -> tuple[str, ...]:
     """Returns the sets of layers whose changed inputs would explain the traffic of the lowest group that was requested
     several times. Each entry holds the names of one set, joined by `+`. If the adapter changes the inputs of just
     these layers, the group causes the numbers of calls and gradients that were seen. The result is empty if no group
@@ -248,20 +250,20 @@ def num_calls(num_members: int, changed: Iterable[int]) -> int:
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
     if opened is not None:
         return []  # unmasked rows have the shape that was seen before
-    found = shapes(view, model.head_group)
-    prompts, steps = prompt_lengths(found), [one.num_rows for one in found if one.backward]
+    found = _shapes(view, model.head_group)
+    prompts, steps = _prompt_lengths(found), [one.num_rows for one in found if one.backward]
     claims: list[Claim] = []
     if prompts:
         # the last token of an answer is never given to a layer
         claims.append(StolenFact("prompt tokens", _listed(given + answered - 1 for given, answered in prompts)))
         claims.append(StolenFact("answer tokens", _listed(answered for _, answered in prompts)))
-    seen = summarise(view, found)
+    seen = _summarise(view, found)
     could = kinds(seen, view.manifest, model)
     if len(could) < len(KINDS):
         claims.append(StolenFact(KIND, could))
-        if if_finetune(could, seen) != could:
-            claims.append(StolenFact(KIND_IF_FINETUNE, if_finetune(could, seen)))
-    claims.append(StolenFact(LOWEST, lowest_adapted(seen, could, found, view.manifest)))
+        if _if_finetune(could, seen) != could:
+            claims.append(StolenFact(KIND_IF_FINETUNE, _if_finetune(could, seen)))
+    claims.append(StolenFact(LOWEST, _lowest_adapted(seen, could, found, view.manifest)))
     claims.append(StolenFact(MEMBERS, changed_members(seen, found, view.manifest)))
     if steps:
         claims.append(StolenFact("training rows per step", _listed(steps)))

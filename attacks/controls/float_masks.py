@@ -408,7 +408,7 @@ _FLOAT32_HALF_STEP = 2.0**-24
 """The largest relative rounding error of the float32 sum of row and mask."""
 
 
-def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Returns True for each element of a guess that equals the row's element modulo the spacing of bfloat16 numbers at
     the mask's element, up to the rounding of the sum; bool, the shape of `rows`.
 
@@ -422,7 +422,7 @@ def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
 
 
 def low_bits_control() -> ControlResult:
-    """Computes the share of elements that `right_residues` accepts, over the inputs of all groups. A few in a thousand
+    """Computes the share of elements that `_right_residues` accepts, over the inputs of all groups. A few in a thousand
     are wrong, because a power of two lies between the sum and its mask."""
     generator = torch.Generator().manual_seed(0x5EED0006)
     sent, masks = [], []
@@ -435,7 +435,7 @@ def low_bits_control() -> ControlResult:
         traffic = record("llama", folder, sent)
         claims = LOW_BITS.attack(traffic.view, traffic.public, None)
     right = [
-        right_residues(claim.rows, traffic.truth[claim.seq], masks[claim.seq]).flatten()
+        _right_residues(claim.rows, traffic.truth[claim.seq], masks[claim.seq]).flatten()
         for claim in claims
         if isinstance(claim, StolenRows)
     ]
@@ -464,7 +464,7 @@ def seeded_traffic(folder: str, ring: bool, first_seed: int) -> MaskedTraffic:
     return record("llama", folder, sent)
 
 
-def seeded_secret_error() -> float:
+def _seeded_secret_error() -> float:
     """Returns the relative error of the claimed rows under a lattice mask of shipped size whose secret comes from a
     small seed."""
     traffic = lattice.LatticeTraffic(PARAMETERS["default"], 32)
@@ -485,7 +485,7 @@ def seed_search_control() -> ControlResult:
             traffic = seeded_traffic(folder, ring, first_seed)
             errors = row_errors(SEED_SEARCH.attack(traffic.view, traffic.public, None), traffic.truth)
         worst = max(worst, *(errors.get(seq, 1.0) for seq in traffic.truth))
-    worst = max(worst, seeded_secret_error())
+    worst = max(worst, _seeded_secret_error())
     return ControlResult(
         SEED_SEARCH.name, "seed 977 in float, the clock in the ring, a lattice secret of seed 977",
         "worst relative error of a message's rows", worst, 1e-4, smaller_wins=True,

@@ -181,7 +181,7 @@ def no_error_control() -> ControlResult:
 # reveal the secret, and with it all rows under the same secret, up to the errors.
 
 
-def binary_errors(shape: Sequence[int]) -> torch.Tensor:
+def _binary_errors(shape: Sequence[int]) -> torch.Tensor:
     """Draws lattice errors that are 0 or 1, of the given shape."""
     return sampling.centred_binomial(sampling.Csprng(), shape).remainder(2)
 
@@ -189,7 +189,7 @@ def binary_errors(shape: Sequence[int]) -> torch.Tensor:
 def tiny_error_control() -> ControlResult:
     """Computes the relative error of the unmasked rows of three blocks. The lattice errors, which are 0 or 1, alone
     cause about 1.4/ACTIVATION (ACTIVATION: the largest number of a row)."""
-    traffic = LatticeTraffic(toy(8, 1, 0.0), 64, binary_errors)
+    traffic = LatticeTraffic(toy(8, 1, 0.0), 64, _binary_errors)
     for first in (0, 2, 6):
         traffic.send_block([first, first + 1], 1)
     error = traffic.relative_error(traffic.attacked(TINY_ERROR.attack))
@@ -314,7 +314,7 @@ def sparse_secret_control() -> ControlResult:
 # messages.
 
 
-def attack_on_a_shared_secret() -> list[Claim]:
+def _attack_on_a_shared_secret() -> list[Claim]:
     """Returns the claims about traffic in which the masks of messages 2 and 3 have the same secret."""
     traffic = LatticeTraffic(PARAMETERS["default"], 32, num_groups=2)
     mask, other = traffic.block(), traffic.block()
@@ -341,7 +341,7 @@ def slot_reuse_control() -> ControlResult:
             if one is not None and three is not None:
                 both = torch.stack((rows.flatten(), (one - three).to(torch.float64).flatten()))
                 value = float(torch.corrcoef(both)[0, 1])
-    if attack_on_a_shared_secret() != [StolenFact(SHARED_SECRET, "2, 3")]:
+    if _attack_on_a_shared_secret() != [StolenFact(SHARED_SECRET, "2, 3")]:
         value = 0.0
     setting = "lattice mask 3x512 (default), eight mask rows used twice; a secret used in two layers"
     return ControlResult(SLOT_REUSE.name, setting, "correlation with the true difference", value, 0.99999, False)

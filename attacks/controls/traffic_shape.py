@@ -45,7 +45,7 @@ _BATCH = 4
 
 
 @dataclass(frozen=True)
-class Example:
+class _Example:
     """Holds one adapter and the facts about the adapter that an adversary should claim.
 
     Attributes:
@@ -96,59 +96,59 @@ def _ia3_before(*targets: str) -> Callable[[], Any]:
 
 _Q, _O = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
 _UP, _DOWN = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"
-LLAMA: Mapping[str, Example] = {
-    "LoRA of q": Example(shape.LORA, _targets("LoraConfig", "q_proj", r=2), _Q),
-    "LoRA of all": Example(shape.LORA, _peft("LoraConfig", target_modules="all-linear", r=2), _Q),
-    "VeRA of q": Example(shape.LORA, _targets("VeraConfig", "q_proj", r=4), _Q),
-    "IA3 by default": Example(shape.IA3, _peft("IA3Config"), _Q),
-    "OFT of o": Example(shape.OFT, _oft("o_proj"), _O),
-    "BOFT of o": Example(shape.BOFT, _boft("o_proj"), _O),
-    "LoRA of o": Example(shape.LORA, _targets("LoraConfig", "o_proj", r=2), _O),
-    "IA3 of o": Example(shape.IA3, _targets("IA3Config", "o_proj", feedforward_modules=[]), _O),
-    "tuning of norms before MLPs": Example(
+LLAMA: Mapping[str, _Example] = {
+    "LoRA of q": _Example(shape.LORA, _targets("LoraConfig", "q_proj", r=2), _Q),
+    "LoRA of all": _Example(shape.LORA, _peft("LoraConfig", target_modules="all-linear", r=2), _Q),
+    "VeRA of q": _Example(shape.LORA, _targets("VeraConfig", "q_proj", r=4), _Q),
+    "IA3 by default": _Example(shape.IA3, _peft("IA3Config"), _Q),
+    "OFT of o": _Example(shape.OFT, _oft("o_proj"), _O),
+    "BOFT of o": _Example(shape.BOFT, _boft("o_proj"), _O),
+    "LoRA of o": _Example(shape.LORA, _targets("LoraConfig", "o_proj", r=2), _O),
+    "IA3 of o": _Example(shape.IA3, _targets("IA3Config", "o_proj", feedforward_modules=[]), _O),
+    "tuning of norms before MLPs": _Example(
         shape.NORMS, _targets("LNTuningConfig", "post_attention_layernorm"), f"before {_UP}"
     ),
-    "LoRA of gate": Example(shape.LORA, _targets("LoraConfig", "gate_proj", r=2), _UP),
-    "IA3 before down": Example(shape.IA3, _ia3_before("down_proj"), _DOWN),
-    "OFT of down": Example(shape.OFT, _oft("down_proj"), _DOWN),
-    "BOFT of down": Example(shape.BOFT, _boft("down_proj"), _DOWN),
-    "IA3 before up": Example(shape.IA3, _ia3_before("up_proj"), _UP, "up_proj"),
-    "OFT of up": Example(shape.OFT, _oft("up_proj"), _UP, "up_proj"),
-    "BOFT of up": Example(shape.BOFT, _boft("up_proj"), _UP, "up_proj"),
-    "IA3 before q and v": Example(shape.IA3, _ia3_before("q_proj", "v_proj"), _Q, "q_proj+v_proj"),
-    "OFT of q and v": Example(shape.OFT, _oft("q_proj", "v_proj"), _Q, "q_proj+v_proj"),
-    "BOFT of q and v": Example(shape.BOFT, _boft("q_proj", "v_proj"), _Q, "q_proj+v_proj"),
-    "IA3 before k": Example(shape.IA3, _ia3_before("k_proj"), _Q, "k_proj"),
-    "OFT of k": Example(shape.OFT, _oft("k_proj"), _Q, "k_proj"),
-    "BOFT of k": Example(shape.BOFT, _boft("k_proj"), _Q, "k_proj"),
-    "prompt tuning": Example(
+    "LoRA of gate": _Example(shape.LORA, _targets("LoraConfig", "gate_proj", r=2), _UP),
+    "IA3 before down": _Example(shape.IA3, _ia3_before("down_proj"), _DOWN),
+    "OFT of down": _Example(shape.OFT, _oft("down_proj"), _DOWN),
+    "BOFT of down": _Example(shape.BOFT, _boft("down_proj"), _DOWN),
+    "IA3 before up": _Example(shape.IA3, _ia3_before("up_proj"), _UP, "up_proj"),
+    "OFT of up": _Example(shape.OFT, _oft("up_proj"), _UP, "up_proj"),
+    "BOFT of up": _Example(shape.BOFT, _boft("up_proj"), _UP, "up_proj"),
+    "IA3 before q and v": _Example(shape.IA3, _ia3_before("q_proj", "v_proj"), _Q, "q_proj+v_proj"),
+    "OFT of q and v": _Example(shape.OFT, _oft("q_proj", "v_proj"), _Q, "q_proj+v_proj"),
+    "BOFT of q and v": _Example(shape.BOFT, _boft("q_proj", "v_proj"), _Q, "q_proj+v_proj"),
+    "IA3 before k": _Example(shape.IA3, _ia3_before("k_proj"), _Q, "k_proj"),
+    "OFT of k": _Example(shape.OFT, _oft("k_proj"), _Q, "k_proj"),
+    "BOFT of k": _Example(shape.BOFT, _boft("k_proj"), _Q, "k_proj"),
+    "prompt tuning": _Example(
         shape.PROMPT, _peft("PromptTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_Q}"
     ),
-    "P-tuning": Example(
+    "P-tuning": _Example(
         shape.P_TUNING, _peft("PromptEncoderConfig", num_virtual_tokens=NUM_VIRTUAL, encoder_hidden_size=8),
         f"before {_Q}",
     ),
-    "prefix tuning": Example(
+    "prefix tuning": _Example(
         shape.PREFIX, _peft("PrefixTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_O}"
     ),
-    "tuning of all norms": Example(
+    "tuning of all norms": _Example(
         shape.NORMS, _targets("LNTuningConfig", "input_layernorm", "post_attention_layernorm"), f"before {_Q}"
     ),
-    "trained embeddings": Example(
+    "trained embeddings": _Example(
         shape.EMBEDDINGS, _peft("TrainableTokensConfig", token_indices=[5, 6]), f"before {_Q}"
     ),
 }  # fmt: skip
 """The adapters of tiny-llama and the facts that an adversary should claim about each, by a name for tests."""
 _BLOCK = "transformer.h.0."
-GPT2: Mapping[str, Example] = {
-    "LoRA of c_attn": Example(
+GPT2: Mapping[str, _Example] = {
+    "LoRA of c_attn": _Example(
         shape.LORA, _targets("LoraConfig", "c_attn", r=2, fan_in_fan_out=True), f"{_BLOCK}attn.c_attn"
     ),
-    "IA3 by default": Example(shape.IA3, _peft("IA3Config", fan_in_fan_out=True), f"{_BLOCK}attn.c_attn"),
-    "prompt tuning": Example(
+    "IA3 by default": _Example(shape.IA3, _peft("IA3Config", fan_in_fan_out=True), f"{_BLOCK}attn.c_attn"),
+    "prompt tuning": _Example(
         shape.PROMPT, _peft("PromptTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_BLOCK}attn.c_attn"
     ),
-    "prefix tuning": Example(
+    "prefix tuning": _Example(
         shape.PREFIX, _peft("PrefixTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_BLOCK}attn.c_proj"
     ),
 }  # fmt: skip
@@ -195,7 +195,7 @@ class Site:
         self.public: PublicModel = load_public(str(self._model), self._served.manifest)[1]
         self._num_views = 0
 
-    def view(self, example: Example, steps: int = 1, **options: Any) -> View:
+    def view(self, example: _Example, steps: int = 1, **options: Any) -> View:
         """Returns what a provider sees of a tenant that trains the adapter and then sends PROMPTS.
 
         Args:
@@ -235,7 +235,7 @@ CHOSEN = (
 """The adapters of LLAMA that the positive control of `traffic-shape` trains. All of them would take too long."""
 
 
-def right_facts(example: Example, claimed: Mapping[str, object]) -> tuple[int, int]:
+def right_facts(example: _Example, claimed: Mapping[str, object]) -> tuple[int, int]:
     """Returns how many facts about an adapter were claimed correctly, and how many facts there are.
 
     A claim that lists several possible values counts as correct if the true value is listed and the list is short: at
@@ -257,7 +257,7 @@ def _named(claimed: Mapping[str, object], name: str, most: int) -> tuple[str, ..
     return value if isinstance(value, tuple) and len(value) <= most else ()
 
 
-def lengths(example: Example) -> str:
+def lengths(example: _Example) -> str:
     """Returns the number of rows of each prompt, soft-prompt rows included, as comma-separated text."""
     return ",".join(str(len(prompt) + example.num_virtual) for prompt in PROMPTS)
 

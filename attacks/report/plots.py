@@ -24,7 +24,7 @@ _BAR_INCHES, _PANEL_INCHES = 0.2, 0.75
 
 
 @dataclass(frozen=True)
-class Bar:
+class _Bar:
     """Holds one bar.
 
     Attributes:
@@ -55,7 +55,7 @@ def draw(folder: Path, results: Sequence[Result]) -> list[Path]:
     return drawn
 
 
-def panels(results: Sequence[Result], metric: str) -> dict[str, list[Bar]]:
+def panels(results: Sequence[Result], metric: str) -> dict[str, list[_Bar]]:
     """Returns the bars of a plot by the title of their panel: one panel for each mask and arithmetic of the report.
 
     A panel has every attack that has a value of the metric under some mask. Where such an attack claimed nothing, its
@@ -67,7 +67,7 @@ def panels(results: Sequence[Result], metric: str) -> dict[str, list[Bar]]:
     """
     claimed = [one for one in results if one.finding.metric == metric and one.finding.verdict != NO_CLAIM]
     attacks = list(dict.fromkeys(one.adversary for one in claimed))
-    found: dict[str, list[Bar]] = {}
+    found: dict[str, list[_Bar]] = {}
     for one in results:
         found.setdefault(_title(one), [])
     for title, bars in found.items():
@@ -78,9 +78,9 @@ def panels(results: Sequence[Result], metric: str) -> dict[str, list[Bar]]:
             if values:
                 bars += (_bar(one, lines) for one in values)
             elif lines:
-                bars.append(Bar(attack, 0.0, "claims nothing", "no better than guessing"))
+                bars.append(_Bar(attack, 0.0, "claims nothing", "no better than guessing"))
         if not bars:
-            bars.append(Bar("all attacks", 0.0, "claim nothing", "no better than guessing"))
+            bars.append(_Bar("all attacks", 0.0, "claim nothing", "no better than guessing"))
     return found
 
 
@@ -90,7 +90,7 @@ def _title(one: Result) -> str:
     return ", ".join(part for part in (one.mask, one.arithmetic, privacy, of) if part)
 
 
-def _bar(one: Result, lines: Iterable[Result]) -> Bar:
+def _bar(one: Result, lines: Iterable[Result]) -> _Bar:
     """Returns the bar of a finding. A recovery rate counts for the tokens that were tried, so it is multiplied by their
     share: what was right among two tokens is not a prompt."""
     found, label = one.finding, f"{one.adversary}: {one.finding.module}"
@@ -100,22 +100,22 @@ def _bar(one: Result, lines: Iterable[Result]) -> Bar:
     elif found.verdict == "above baseline":
         kind = "above chance"
     if found.metric == ERROR:
-        return Bar(label, _share(1 - found.value), f"error {found.value:.2g}", kind)
+        return _Bar(label, _share(1 - found.value), f"error {found.value:.2g}", kind)
     tried = [
         each.finding.value
         for each in lines
         if each.finding.metric == SHARE_TRIED and each.finding.module == found.module
     ]
     if not tried or tried[0] == 1.0:
-        return Bar(label, _share(found.value), f"{found.value:.0%}", kind)
-    return Bar(label, _share(found.value * tried[0]), f"{found.value:.0%} of the {tried[0]:.0%} that were tried", kind)
+        return _Bar(label, _share(found.value), f"{found.value:.0%}", kind)
+    return _Bar(label, _share(found.value * tried[0]), f"{found.value:.0%} of the {tried[0]:.0%} that were tried", kind)
 
 
 def _share(value: float) -> float:
     return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
 
 
-def _draw(file: Path, bars_of: dict[str, list[Bar]], title: str) -> Path:
+def _draw(file: Path, bars_of: dict[str, list[_Bar]], title: str) -> Path:
     import matplotlib
 
     matplotlib.use("svg")
@@ -136,7 +136,7 @@ def _draw(file: Path, bars_of: dict[str, list[Bar]], title: str) -> Path:
     return file
 
 
-def _draw_panel(axis: Any, name: str, bars: Sequence[Bar]) -> None:
+def _draw_panel(axis: Any, name: str, bars: Sequence[_Bar]) -> None:
     places = range(len(bars))
     axis.barh(places, [bar.length for bar in bars], 0.8, color=[_COLOURS[bar.kind] for bar in bars])
     for place, bar in enumerate(bars):

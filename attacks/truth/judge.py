@@ -261,7 +261,7 @@ def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) 
     return [rate, Finding("tokens", SHARE_TRIED, share, 0.0, (0.0, 0.0), f"{len(pairs)} of {num_all}")]
 
 
-def judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
+def _judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
     """Judges facts that were read from metadata. Facts whose truth the judge does not know are left out.
 
     If a claim names several kinds or layers, its baseline is the probability that as many random names include the
@@ -312,17 +312,17 @@ def in_words(claim: StolenFact) -> str:
     return claim.value[0] if len(claim.value) == 1 else f"one of {', '.join(claim.value)}"
 
 
-def first_step(view: View) -> ForwardPass | None:
+def _first_step(view: View) -> ForwardPass | None:
     """Returns the first forward pass of training in the view; None if there is none."""
     return next((one for one in forward_passes(view) if one.is_training), None)
 
 
-def judge_batch(
+def _judge_batch(
     claims: Sequence[StolenFact], view: View, public: PublicModel, trained: Sequence[Batch]
 ) -> list[Finding]:
     """Judges tokens and labels of the first training pass, padding included, row by row as the provider received them.
     The list is empty if there was no training."""
-    step = first_step(view)
+    step = _first_step(view)
     if step is None or not trained:
         return []
     wanted = {TOKENS: trained[0].token_ids.flatten()}
@@ -370,8 +370,8 @@ def judge(
         *judge_tokens([claim for claim in claims if isinstance(claim, StolenTokens)], sent),
         *_judge_rows([claim for claim in claims if isinstance(claim, StolenRows)], known),
         *_judge_differences([claim for claim in claims if isinstance(claim, StolenDifference)], known),
-        *judge_facts(facts, truth, sent),
-        *judge_batch(facts, view, truth.public, trained),
+        *_judge_facts(facts, truth, sent),
+        *_judge_batch(facts, view, truth.public, trained),
     ]
 
 
@@ -384,7 +384,7 @@ class _KnownRows:
     def __init__(self, view: View, truth: Truth, sent: Sequence[Sequence[int]], trained: Sequence[Batch]) -> None:
         self._truth, self._sent, self._trained = truth, sent, trained
         self._places = places(view)
-        self._step = first_step(view)
+        self._step = _first_step(view)
         self._messages = {message.seq: message for message in view.select("product")}
         self._of_prompt: dict[int, dict[int, torch.Tensor]] = {}
         self._of_step: dict[int, torch.Tensor] = {}

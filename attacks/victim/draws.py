@@ -126,7 +126,7 @@ order. The first `CORNER_FEATURES` numbers of each row are hashed."""
 
 
 @dataclass(frozen=True)
-class Place:
+class _Place:
     """Identifies what a mask was made for.
 
     Attributes:
@@ -140,7 +140,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Unit:
+class _Unit:
     """Describes one block of mask rows, or one piece of a block, that was made at once.
 
     Attributes:
@@ -150,7 +150,7 @@ class Unit:
         prefix: the first errors in memory order, int16, shape (PREFIX,) at most.
     """
 
-    place: Place
+    place: _Place
     secret: int
     first_row: int
     corner: torch.Tensor = field(repr=False)
@@ -161,7 +161,7 @@ class Unit:
 class Errors:
     """Holds the errors of one block or piece until they are added to the statistics; then they are dropped."""
 
-    unit: Unit
+    unit: _Unit
     numbers: torch.Tensor = field(repr=False)
 
 
@@ -186,8 +186,8 @@ class Watch:
         """
         self.parameters = parameters
         self.secrets: list[torch.Tensor] = []
-        self.places: list[Place] = []
-        self.units: list[Unit] = []
+        self.places: list[_Place] = []
+        self.units: list[_Unit] = []
         self.trits_drawn = self.errors_drawn = self.num_unknown = 0
         self._keep = keep
         self._lock = threading.RLock()
@@ -258,12 +258,12 @@ class Watch:
         blocks = original(scheme, group, direction, count)
         with self._lock:
             number, _ = self._sessions.setdefault(id(scheme), (len(self._sessions), scheme))
-            self._look_at(Place(number, group.id, direction), blocks, in_pieces)
+            self._look_at(_Place(number, group.id, direction), blocks, in_pieces)
         return blocks
 
     # ---- what was made ----------------------------------------------------------------------------------------------
 
-    def _look_at(self, place: Place, blocks: Sequence[Block], in_pieces: bool) -> None:
+    def _look_at(self, place: _Place, blocks: Sequence[Block], in_pieces: bool) -> None:
         """Subtracts A·s from the masks that a thread has just made, and keeps the errors that remain."""
         last: tuple[negacyclic.Transforms, torch.Tensor] | None = self._here.last
         known = self._known.get(id(last[1])) if last is not None else None
@@ -285,10 +285,10 @@ class Watch:
             else:
                 self.num_unknown += 1
 
-    def _note(self, place: Place, secret: int, first_row: int, error: torch.Tensor) -> None:
+    def _note(self, place: _Place, secret: int, first_row: int, error: torch.Tensor) -> None:
         corner = error[:CORNER_ROWS, :CORNER_FEATURES].clamp(-(2**15), 2**15 - 1).to(torch.int16)
         prefix = error.flatten()[:PREFIX].clamp(-(2**15), 2**15 - 1).to(torch.int16)
-        unit = Unit(place, secret, first_row, corner, prefix)
+        unit = _Unit(place, secret, first_row, corner, prefix)
         self.units.append(unit)
         self._keep(Errors(unit, error))
 
@@ -359,7 +359,7 @@ class _Family:
 @dataclass
 class _Sums:
     """Holds sums of squared errors and the number of errors in each sum. There is one sum for each feature of a
-    `Place`, or one for each row over all blocks."""
+    `_Place`, or one for each row over all blocks."""
 
     squares: torch.Tensor
     counts: torch.Tensor
@@ -388,7 +388,7 @@ class Statistics:
         else:
             raise ConfigurationError("errors of zero have no statistics: this looks at masks with sigma above 0")
         degree = self.parameters.ring_degree
-        self._features: dict[Place, _Sums] = {}
+        self._features: dict[_Place, _Sums] = {}
         self._rows = _Sums(torch.zeros(degree, dtype=torch.float64), torch.zeros(degree, dtype=torch.float64))
         self._rows_seen, self._runs_seen = _Seen(), _Seen()
         self._least_features = CORNER_FEATURES
@@ -536,7 +536,7 @@ class Statistics:
         what: str,
         numbers: torch.Tensor,
         is_there: torch.Tensor,
-        owners: Sequence[tuple[Place, int]],
+        owners: Sequence[tuple[_Place, int]],
         sigma: float,
     ) -> None:
         """Adds tests of the correlation of every pair of rows of `numbers`, one test for each relation between the
@@ -588,11 +588,11 @@ class _Seen:
 
     def __init__(self) -> None:
         self._key = os.urandom(32)
-        self._first: dict[bytes, tuple[Place, int, int]] = {}
+        self._first: dict[bytes, tuple[_Place, int, int]] = {}
         self.repeats: Counter[str] = Counter()
         self.num_items = 0
 
-    def add(self, item: bytes, place: Place, secret: int, first_row: int) -> None:
+    def add(self, item: bytes, place: _Place, secret: int, first_row: int) -> None:
         """Adds one item. The other arguments say to which mask, secret and row it belongs."""
         self.num_items += 1
         digest = hashlib.blake2b(item, key=self._key, digest_size=_HASH_BYTES).digest()
@@ -608,7 +608,7 @@ _RELATIONS = ("one block", "blocks of a group and direction", "directions of a g
 block. Each other name says in what the two differ."""
 
 
-def _relation(one: tuple[Place, int], other: tuple[Place, int]) -> int:
+def _relation(one: tuple[_Place, int], other: tuple[_Place, int]) -> int:
     (first, number), (second, other_number) = one, other
     if first.session != second.session:
         return 4
@@ -619,7 +619,7 @@ def _relation(one: tuple[Place, int], other: tuple[Place, int]) -> int:
     return int(number != other_number)
 
 
-def _relations(owners: Sequence[tuple[Place, int]]) -> torch.Tensor:
+def _relations(owners: Sequence[tuple[_Place, int]]) -> torch.Tensor:
     """Returns, for each pair of owners, the index in `_RELATIONS` of the relation between them; int64, shape (n, n)."""
     columns = [
         torch.tensor([(place.session, place.group, list(type(place.direction)).index(place.direction), number)[part]

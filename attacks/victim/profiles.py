@@ -23,7 +23,7 @@ _NUM_QUESTIONS = 4
 
 
 @dataclass(frozen=True)
-class Profile:
+class _Profile:
     """Describes the model and traffic of one evaluation.
 
     Attributes:
@@ -56,7 +56,7 @@ def runs(masks: str) -> list[Run]:
     return found
 
 
-def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
+def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lora") -> _Profile:
     """Returns the profile for a model: quick for the tiny models, full for others.
 
     Args:
@@ -78,7 +78,7 @@ def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lor
     return full(folder, model, adapter)
 
 
-def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
+def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora") -> _Profile:
     """Returns the profile of a tiny random model. All of its layers are recorded, and all adversaries finish within a
     minute."""
     model = models.make(name, folder / "model")
@@ -100,7 +100,7 @@ def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora"
             "num_threads": 1,  # with two threads, which mostly wait for each other, training took 13 times the work
         }
     )
-    return Profile("quick", str(model), job, None, "1GiB")
+    return _Profile("quick", str(model), job, None, "1GiB")
 
 
 def _peft(model: str, kind: str) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _peft(model: str, kind: str) -> dict[str, Any]:
     return {"target_modules": ["q_proj", "v_proj"] if llama else ["c_attn"], **blocks}
 
 
-def full(folder: Path, model: str, adapter: Path | None) -> Profile:
+def full(folder: Path, model: str, adapter: Path | None) -> _Profile:
     """Returns the profile of a real model, all of whose layers are recorded. The prompts have enough tokens for the
     closed forms of o_proj, v_proj and down_proj.
 
@@ -137,7 +137,7 @@ def full(folder: Path, model: str, adapter: Path | None) -> Profile:
             "questions": [row["messages"][0]["content"] for row in rows[:_NUM_QUESTIONS]],
         }
     )
-    return Profile("full", model, job, None, "24GiB")
+    return _Profile("full", model, job, None, "24GiB")
 
 
 def _job(

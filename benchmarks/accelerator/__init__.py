@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"expected parts among {', '.join(LIMITS_S)}, got {', '.join(sorted(unknown))}")
     given.out.mkdir(parents=True, exist_ok=True)
-    sys.exit(run_parts(given))
+    sys.exit(_run_parts(given))
 
 
 def _setting(given: Any) -> Setting:
@@ -86,7 +86,7 @@ def _setting(given: Any) -> Setting:
     return Setting(given.device, given.quick, given.out / f"{given.part}.json", only)
 
 
-def run_parts(given: Any) -> int:
+def _run_parts(given: Any) -> int:
     """Runs each part in a process of its own, within its limit and what is left of the whole.
 
     Returns:

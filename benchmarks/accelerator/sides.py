@@ -48,7 +48,7 @@ def run(setting: Setting) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with site(setting) as folder:
         for name, measure in (
-            ("tenant on the device", on_device), ("tenant on the CPU", on_cpu),
+            ("tenant on the device", _on_device), ("tenant on the CPU", _on_cpu),
             ("tokens in context", context), ("clients", clients),
         ):  # fmt: skip
             if not setting.only or name in setting.only:
@@ -61,7 +61,7 @@ Note = Callable[[], None]
 """A function that writes what was measured so far."""
 
 
-def on_device(setting: Setting, folder: Path, results: dict[str, Any], note: Note) -> None:
+def _on_device(setting: Setting, folder: Path, results: dict[str, Any], note: Note) -> None:
     """Measures tenants on the provider's device: in one process with it, through a window, and by sockets."""
     here: dict[str, Any] = {"device": setting.device}
     sides: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ def on_device(setting: Setting, folder: Path, results: dict[str, Any], note: Not
     _measure(setting, folder, slow, ("step, made", "decode"), results, note)
 
 
-def on_cpu(setting: Setting, folder: Path, results: dict[str, Any], note: Note) -> None:
+def _on_cpu(setting: Setting, folder: Path, results: dict[str, Any], note: Note) -> None:
     """Measures tenants on the CPU beside a provider on the device, over mTLS and by ipc, without a mask and with
     `lattice`, and a local model on the CPU."""
     sides = {
@@ -163,7 +163,7 @@ def context(setting: Setting, folder: Path, results: dict[str, Any], note: Note)
 # ---- a side ---------------------------------------------------------------------------------------------------------
 
 
-class Side:
+class _Side:
     """Stands for one side's process. Raises SystemExit if it ends early."""
 
     def __init__(self, setting: Setting, folder: Path, told: Mapping[str, Any]) -> None:
@@ -209,16 +209,16 @@ class Side:
         self._log.seek(0)
         raise SystemExit(f"a side ended early: {self._log.read()[-1500:]}")
 
-    def __enter__(self) -> Side:
+    def __enter__(self) -> _Side:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.leave()
 
 
-def _started(setting: Setting, folder: Path, told: Mapping[str, Any]) -> Side | str:
+def _started(setting: Setting, folder: Path, told: Mapping[str, Any]) -> _Side | str:
     try:
-        return Side(setting, folder, told)
+        return _Side(setting, folder, told)
     except SystemExit as exc:
         return str(exc)
 
@@ -256,7 +256,7 @@ def make_model(setting: Setting, folder: Path) -> None:
 
 
 def work(told: Mapping[str, Any]) -> None:
-    """Runs one side, as the process of a `Side`."""
+    """Runs one side, as the process of a `_Side`."""
     with contextlib.ExitStack() as stack:
         model, prepare, masked_numbers = _model(told, stack)
         print("ready 0", flush=True)

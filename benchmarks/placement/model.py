@@ -29,19 +29,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Lora:
+class _Lora:
     """Describes a LoRA adapter: its rank, and the layers that it is on, as PEFT names them."""
 
     rank: int
     targets: str | tuple[str, ...]
 
 
-DEFAULT_LORA = Lora(16, "all-linear")
+DEFAULT_LORA = _Lora(16, "all-linear")
 LORAS = {
-    "LoRA 1": Lora(8, ("q_proj", "v_proj")),
-    "LoRA 2": Lora(64, ("q_proj", "v_proj")),
-    "LoRA 3": Lora(8, "all-linear"),
-    "LoRA 4": Lora(64, "all-linear"),
+    "LoRA 1": _Lora(8, ("q_proj", "v_proj")),
+    "LoRA 2": _Lora(64, ("q_proj", "v_proj")),
+    "LoRA 3": _Lora(8, "all-linear"),
+    "LoRA 4": _Lora(64, "all-linear"),
 }
 """Four adapters, small and large, on few and on all layers. They are our own choice, since the Symbiosis paper's Table
 2 was not at hand."""

@@ -42,7 +42,7 @@ def _names(most: int) -> tuple[str, ...]:
 # ---- Figures 10 to 12 ----------------------------------------------------------------------------------------------
 
 
-def few_clients(site: Site) -> Rows:
+def _few_clients(site: Site) -> Rows:
     """Measures 1 to 4 clients, in turns with as many local processes (Figures 10 to 12)."""
     rows: Rows = []
     with ExitStack() as stack:
@@ -57,7 +57,7 @@ def few_clients(site: Site) -> Rows:
     return rows
 
 
-def masked_clients(site: Site) -> Rows:
+def _masked_clients(site: Site) -> Rows:
     """Measures 1 and 2 clients with `lattice`, whose masks are made in the step, and after them as many local
     processes."""
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def masked_clients(site: Site) -> Rows:
     return rows
 
 
-def many_clients(site: Site) -> Rows:
+def _many_clients(site: Site) -> Rows:
     """Measures 5 and 6 clients, and after them as many local processes."""
     rows: Rows = []
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def many_clients(site: Site) -> Rows:
     return rows
 
 
-def mapped_locals(site: Site) -> Rows:
+def _mapped_locals(site: Site) -> Rows:
     """Measures 1 to 6 local processes that share the mapped checkpoint, as transformers loads it on a CPU."""
     with ExitStack() as stack:
         job = Job(str(site.model), is_mapped=True)
@@ -118,7 +118,7 @@ def _said(row: dict[str, Any]) -> dict[str, Any]:
 # ---- Table 2 -------------------------------------------------------------------------------------------------------
 
 
-def loras(site: Site) -> Rows:
+def _loras(site: Site) -> Rows:
     """Measures one client with each adapter of `LORAS`, and after it a local process that trains the same adapter
     (Table 2)."""
     rows: Rows = []
@@ -184,7 +184,7 @@ def _at_each_place(site: Site, one: Served, hosts: Hosts | None, shards: int) ->
 # ---- Figure 18 -----------------------------------------------------------------------------------------------------
 
 
-def slow_device(site: Site) -> Rows:
+def _slow_device(site: Site) -> Rows:
     """Measures one client and one local process, each with and without a busy loop on its core, and the client with a
     busy loop on the provider's core (Figure 18). Client and provider have a core each. In the rows, `loop_share` is the
     share of the core that the loop had."""
@@ -224,13 +224,13 @@ def _busy_loop(core: int | None) -> Iterator[Callable[[], float]]:
 
 
 PARTS: dict[str, Callable[[Site], Rows]] = {
-    "figure10": few_clients,
-    "figure10-many": many_clients,
-    "figure10-mapped": mapped_locals,
-    "figure10-lattice": masked_clients,
-    "table2": loras,
+    "figure10": _few_clients,
+    "figure10-many": _many_clients,
+    "figure10-mapped": _mapped_locals,
+    "figure10-lattice": _masked_clients,
+    "table2": _loras,
     "figure13": places,
-    "figure18": slow_device,
+    "figure18": _slow_device,
 }
 """The parts, by the names that `--only` takes. Each takes less than eight minutes with the model of 1B. `figure10` is
 Figures 10, 11 and 12 (memory, latency and throughput of the same runs), and `figure13` is Figures 13 to 17."""

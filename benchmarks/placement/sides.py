@@ -89,7 +89,7 @@ def start(stack: ExitStack, job: Job) -> Worker:
     return stack.enter_context(Worker("benchmarks.placement.worker", job.as_argument()))
 
 
-def start_all(stack: ExitStack, jobs: Sequence[Job]) -> list[Worker]:
+def _start_all(stack: ExitStack, jobs: Sequence[Job]) -> list[Worker]:
     """Starts the processes of several jobs, one after the other, so that loading does not take more memory than
     steps."""
     return [start(stack, job) for job in jobs]

@@ -84,7 +84,7 @@ def step_of(model: Any, job: Job) -> Callable[[], Any]:
     return step
 
 
-def run_local(job: Job) -> None:
+def _run_local(job: Job) -> None:
     """Takes local steps with transformers + PEFT, in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -100,8 +100,8 @@ def run_local(job: Job) -> None:
     serve_worker(step_of(model.requires_grad_(False), job))
 
 
-def run_tenant(job: Job) -> None:
-    """Takes a tenant's steps, with activations in bfloat16 as in `run_local`."""
+def _run_tenant(job: Job) -> None:
+    """Takes a tenant's steps, with activations in bfloat16 as in `_run_local`."""
     import tenant_sdk
 
     tenant_sdk.tune()
@@ -133,7 +133,7 @@ def main() -> None:
     job = Job.from_argument(sys.argv[1])
     if job.core is not None:
         os.sched_setaffinity(0, {job.core})
-    (run_tenant if job.url else run_local)(job)
+    (_run_tenant if job.url else _run_local)(job)
 
 
 if __name__ == "__main__":
