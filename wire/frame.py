@@ -23,19 +23,17 @@ from wire.call import Direction as Direction
 from wire.call import Purpose as Purpose
 from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
 from wire.limits import CHUNK_BYTES
+from wire.limits import ITEM_BYTES as ITEM_BYTES
+from wire.limits import PROTOCOL_VERSION as PROTOCOL_VERSION
 from wire.ring import widths
 from wire.ring.buffers import unwritten
 from wire.ring.seeded_rows import PACKED_BYTES, Rows, SeededRows
 from wire.ring.widths import FULL_BITS, REQUEST_BITS, SHORT_REPLY_BITS, row_bytes
 
-PROTOCOL_VERSION = 2
 MAGIC = b"VEIL"
 
 _HEADER = struct.Struct("<BBBBIQIIQQIHBB")
 HEADER_BYTES = _HEADER.size
-ITEM_BYTES = 4
-"""How many bytes one number takes in memory: int32 in the ring, float32 otherwise. On the wire a ring number may take
-fewer bits (`Call.bits`)."""
 
 with warnings.catch_warnings():
     # torch warns once per process that a bytes object is read-only. The views that are made here are never written to.

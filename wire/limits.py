@@ -6,6 +6,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MIB = 1 << 20
 
+ITEM_BYTES = 4
+"""How many bytes one number takes in memory: int32 in the ring, float32 otherwise. On the wire a ring number may take
+fewer bits (`Call.bits`)."""
+PROTOCOL_VERSION = 2
+"""The version of the protocol, which both ends compare before anything else of a manifest or a greeting."""
+INT8_MAX = 127
+"""The largest magnitude of a number of the int8 weights."""
+
 CHUNK_BYTES = 1 * MIB
 """The most payload bytes in one frame, 1 MiB (docs/decisions/0001-raw-frames.md). Chunks of 256 KiB were no faster over
 TLS on loopback."""

@@ -2,7 +2,8 @@
 
 A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], no number is NaN or
 infinite, and names of layers and groups hold only ASCII letters, digits, spaces and a few punctuation marks. This
-module does not guarantee that the provider tells the truth; verification does.
+module does not guarantee that the provider tells the truth; verification does. Importing this module does not load
+torch, so that a command can compare its options with a manifest at once.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
+from wire.call import Direction
 from wire.errors import MalformedFrame, VersionMismatch
-from wire.frame import ITEM_BYTES, PROTOCOL_VERSION, Direction
 from wire.limits import (
+    INT8_MAX,
+    ITEM_BYTES,
     MAX_BUNDLE_BYTES,
     MAX_BUNDLE_FILES,
     MAX_FEATURES,
     MAX_GROUPS,
     MAX_MANIFEST_BYTES,
     MAX_TEXT_FILE_BYTES,
+    PROTOCOL_VERSION,
     Limits,
 )
-from wire.ring.quantise import INT8_MAX
 
 BUNDLE_FILE_NAMES = frozenset(
     {

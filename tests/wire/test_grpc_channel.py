@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 
@@ -20,9 +20,18 @@ from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from tenant_sdk.testing import save_tiny_model
 from tests.support.providers import make_served_model, serving
-from wire.errors import ConfigurationError, DeadlineExceeded, NotPermitted, Unauthenticated, Unavailable, VeilbaseError
+from wire.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    MalformedFrame,
+    NotPermitted,
+    Unauthenticated,
+    Unavailable,
+    VeilbaseError,
+    VersionMismatch,
+)
 from wire.transport import grpc_channel
-from wire.transport.grpc_channel import wait_for_provider
+from wire.transport.grpc_channel import first_chunk, offered_at_once, wait_for_provider
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
@@ -71,6 +80,64 @@ def test_a_provider_that_loads_is_waited_for(served_model: ServedModel, ending: 
     )
     (line,) = lines
     assert "for up to 600 s: its port is open, and nobody answers yet: it is still loading its model" in line
+
+
+def test_a_provider_that_answers_is_not_waited_for(served_model: ServedModel, closed_port: int) -> None:
+    with serving(served_model) as server:
+        url = f"grpc://127.0.0.1:{server.port}"
+        manifest = GrpcConnection(url).manifest()
+        assert wait_for_provider(url, None, pytest.fail) == offered_at_once(url, None) == manifest
+        file = next(each for each in manifest.bundle if each.name == "config.json")
+        assert len(first_chunk(url, None, file.name)) == file.size_bytes
+        assert first_chunk(url, None, "nothing") == b""
+    assert offered_at_once(f"grpc://127.0.0.1:{closed_port}", None) is None
+    assert first_chunk(f"grpc://127.0.0.1:{closed_port}", None, "config.json") == b""
+
+
+def test_a_manifest_that_does_not_come_whole_is_left_to_the_session(ending: contextlib.ExitStack) -> None:
+    def half(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield b"{"
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        ended.wait(30)
+
+    url = answering(half, ending)
+    assert wait_for_provider(url, None, pytest.fail, pause=pytest.fail) is None
+    assert offered_at_once(url, None) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "error"), [(b"[]", VersionMismatch), (b"{", MalformedFrame), (b'{"protocol": 2}', MalformedFrame)]
+)
+def test_what_is_no_manifest_is_told_at_once(
+    content: bytes, error: type[VeilbaseError], ending: contextlib.ExitStack
+) -> None:
+    url = answering(lambda *_: iter([content]), ending)
+    with pytest.raises(error):
+        wait_for_provider(url, None, pytest.fail, pause=pytest.fail)
+    with pytest.raises(error):
+        offered_at_once(url, None)
+
+
+def test_a_manifest_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch, ending: contextlib.ExitStack) -> None:
+    monkeypatch.setattr(grpc_channel, "MAX_MANIFEST_BYTES", 100)
+    url = answering(lambda *_: itertools.repeat(b" " * 60), ending)
+    with pytest.raises(MalformedFrame, match="at most 100 bytes"):
+        wait_for_provider(url, None, pytest.fail, pause=pytest.fail)
+
+
+def answering(manifest: Callable[..., Iterator[bytes]], ending: contextlib.ExitStack) -> str:
+    """Returns the URL of what answers each call with the messages that `manifest` gives."""
+
+    class Answers(grpc.GenericRpcHandler):
+        def service(self, _: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.unary_stream_rpc_method_handler(manifest)
+
+    server = grpc.server(futures.ThreadPoolExecutor(2), handlers=[Answers()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    ending.callback(lambda: server.stop(None).wait())
+    return f"grpc://127.0.0.1:{port}"
 
 
 def test_a_wait_has_an_end(closed_port: int) -> None:
@@ -157,7 +224,7 @@ def test_a_provider_that_only_a_proxy_reaches_gets_the_time_of_a_connection(
         raise TimeoutError
 
     calls: list[float] = []
-    outcomes: list[VeilbaseError | None] = [DeadlineExceeded("silent"), None]
+    outcomes: list[VeilbaseError | bytes] = [DeadlineExceeded("silent"), b""]
     monkeypatch.setattr(socket, "create_connection", unreachable)
     monkeypatch.setattr(grpc_channel, "ask", lambda _, __, seconds: (calls.append(seconds), outcomes.pop(0))[1])
     lines: list[str] = []
@@ -169,21 +236,11 @@ def test_a_provider_that_only_a_proxy_reaches_gets_the_time_of_a_connection(
         wait_for_provider(f"grpc://127.0.0.1:{closed_port}", None, lines.append)
 
 
-def test_a_provider_that_says_deadline_exceeded_is_not_waited_for() -> None:
+def test_a_provider_that_says_deadline_exceeded_is_not_waited_for(ending: contextlib.ExitStack) -> None:
     """A wait for one that loads takes ten minutes, in which a hostile one could keep a command."""
 
-    class Hostile(grpc.GenericRpcHandler):
-        def service(self, _: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-            def manifest(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-                context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
-                yield b""
+    def manifest(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+        yield b""
 
-            return grpc.unary_stream_rpc_method_handler(manifest)
-
-    server = grpc.server(futures.ThreadPoolExecutor(1), handlers=[Hostile()])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        wait_for_provider(f"grpc://127.0.0.1:{port}", None, pytest.fail, pause=pytest.fail)
-    finally:
-        server.stop(None)
+    wait_for_provider(answering(manifest, ending), None, pytest.fail, pause=pytest.fail)

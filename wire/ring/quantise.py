@@ -13,10 +13,10 @@ import math
 import torch
 
 from wire.errors import InvalidTensor
+from wire.limits import INT8_MAX as INT8_MAX
 
 QUANTISER_VERSION = 1
 """The version of the rule by which `quantise` rounds: weights that another version kept on disk are not used."""
-INT8_MAX = 127
 SMALLEST_COLUMN = 1e-8
 """The smallest value that is used as a column's largest magnitude, so that a column of zeros has a scale above zero."""
 

@@ -39,8 +39,10 @@ from wire.limits import (
     KEEPALIVE_TIMEOUT_MS,
     MAX_DEADLINE_MS,
     MAX_FRAME_BYTES,
+    MAX_MANIFEST_BYTES,
     RETRY_METADATA,
 )
+from wire.manifest import Manifest, parse_manifest
 from wire.transport.address import DEFAULT_PORT, is_loopback, read_address
 from wire.transport.identity import TlsIdentity
 
@@ -313,14 +315,52 @@ def _shown(name: str) -> str:
     return ascii(name)[1:-1][:_MOST_OF_A_NAME]
 
 
+def offered_at_once(url: str, identity: TlsIdentity | None) -> Manifest | None:
+    """Returns the manifest of a provider that answers the first call; None if none came.
+
+    Raises:
+        ConfigurationError: see `open_channel`.
+        AccessError: the provider refuses this tenant.
+        ProtocolError: what answers is no provider of this version.
+    """
+    answer = ask(url, identity, FIRST_CALL_S)
+    if isinstance(answer, VeilbaseError):
+        if _is_final(answer):
+            raise answer
+        return None
+    return parse_manifest(answer) if answer else None
+
+
+def first_chunk(url: str, identity: TlsIdentity | None, name: str) -> bytes:
+    """Returns the beginning of a file of a provider's bundle, on a channel of its own: a chunk, or the whole file if it
+    is smaller; no bytes if nothing comes in the time of a first call."""
+    channel = open_channel(url, identity)
+    call = channel.unary_stream(BUNDLE_METHOD, request_serializer=None, response_deserializer=None)(
+        name.encode(), timeout=FIRST_CALL_S
+    )
+    try:
+        return bytes(next(call, b""))
+    except grpc.RpcError:  # what it says is told by the session, if the provider still says it
+        return b""
+    finally:
+        call.cancel()
+        channel.close()
+
+
+def _is_final(failure: VeilbaseError) -> bool:
+    """Returns whether a failure is one that no wait would mend."""
+    return isinstance(failure, AccessError | ProtocolError) and not isinstance(failure, QuotaExceeded)
+
+
 def wait_for_provider(
     url: str,
     identity: TlsIdentity | None,
     say: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
-) -> None:
-    """Waits until a provider answers this tenant. It asks for the manifest and reads its beginning only.
+) -> Manifest | None:
+    """Waits until a provider answers this tenant, and returns its manifest, with which a command compares its options
+    before it loads torch. The session asks again, and uses what it then gets.
 
     A failure that the connection itself can deal with, such as a provider that has as many connections as it takes, is
     left to the connection.
@@ -332,6 +372,9 @@ def wait_for_provider(
         clock: returns the present time in seconds.
         pause: waits so many seconds.
 
+    Returns:
+        The manifest; None if the provider answers, but did not send the whole of it in the time of a call.
+
     Raises:
         ConfigurationError: see `open_channel`, or the provider's certificate does not hold the URL's host.
         AccessError: the provider refuses this tenant.
@@ -340,17 +383,17 @@ def wait_for_provider(
     """
     _, host, port = read_address(url, identity is not None)
     began, told, call_s, is_last = clock(), "", FIRST_CALL_S, False
-    while (failure := ask(url, identity, call_s)) is not None:
-        if isinstance(failure, AccessError | ProtocolError) and not isinstance(failure, QuotaExceeded):
+    while isinstance(failure := ask(url, identity, call_s), VeilbaseError):
+        if _is_final(failure):
             raise failure
         is_silent = isinstance(failure, DeadlineExceeded)
         if not is_silent and (type(failure) is not Unavailable or failure.retry_s > 0):
-            return
+            return None
         place = _look_at(url)
         if place.is_open:
             check_name(url, identity)
         if place.is_open and not is_silent:
-            return  # It has begun to answer meanwhile, or closes connections at once.
+            return None  # It has begun to answer meanwhile, or closes connections at once.
         if place.waits_for is None and is_silent and not is_last:
             say(f"waiting for the provider at {host}:{port}, for up to {LAST_CALL_S:.0f} s: it has not answered yet")
             call_s, is_last = LAST_CALL_S, True
@@ -362,18 +405,26 @@ def wait_for_provider(
             say(f"waiting for the provider at {host}:{port}, for up to {place.most_s:.0f} s: {told}")
         pause(_PAUSE_S)
         call_s = _LATER_CALLS_S
+    return parse_manifest(failure) if failure else None
 
 
-def ask(url: str, identity: TlsIdentity | None, timeout_s: float) -> VeilbaseError | None:
-    """Asks for the manifest on a channel of its own; returns None once the answer begins, else what failed. This is a
-    `DeadlineExceeded` only if nothing came for about `timeout_s` seconds."""
+def ask(url: str, identity: TlsIdentity | None, timeout_s: float) -> bytes | VeilbaseError:
+    """Asks for the manifest on a channel of its own; returns it, or no bytes if its beginning came and not all of it,
+    or what failed. This is a `DeadlineExceeded` only if nothing came for about `timeout_s` seconds."""
     channel, began = open_channel(url, identity), time.monotonic()
     call = channel.unary_stream(MANIFEST_METHOD, request_serializer=None, response_deserializer=None)(
         b"", timeout=timeout_s
     )
+    received = bytearray()
     try:
-        next(call, None)
+        for chunk in call:
+            received += chunk
+            if len(received) > MAX_MANIFEST_BYTES:
+                return MalformedFrame(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, got more")
+        return bytes(received)
     except grpc.RpcError as exc:
+        if received:
+            return b""
         failure = translate_status(exc)
         if isinstance(failure, DeadlineExceeded) and time.monotonic() - began < _EARLY * timeout_s:
             return Unavailable("the provider ended the call before its time was over: check what runs at its URL")
@@ -381,4 +432,3 @@ def ask(url: str, identity: TlsIdentity | None, timeout_s: float) -> VeilbaseErr
     finally:
         call.cancel()
         channel.close()
-    return None
