@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,11 +26,12 @@ from tenant_sdk.options import flag_of, takes_flags
 from tenant_sdk.plain_values import WrongOption, positive
 from tenant_sdk.serving.settings import StoreOptions, check_store_early
 from tenant_sdk.training.checkpoints import check_writable_file
-from tenant_sdk.training.recipe import check_recipe_early, takes_recipe
+from tenant_sdk.training.recipe import check_offer, check_recipe_early, takes_recipe
 from wire.errors import ConfigurationError, VeilbaseError, printable
 
 if TYPE_CHECKING:
     from tenant_sdk import TenantClient
+    from wire.manifest import Manifest
 
 app = typer.Typer(
     cls=Commands,
@@ -172,15 +173,24 @@ def _client(
     keep: list[str] | None,
     keep_dtype: str | None,
     check: Callable[[], None] = lambda: None,
+    check_offer: Callable[[Manifest, Callable[[str], bytes]], None] = lambda manifest, beginning: None,
+    before_waiting: Callable[[], None] = lambda: None,
 ) -> TenantClient:
-    """Returns a client, not connected yet, for the options that all commands share. Waits until its provider answers;
-    before that, it calls `check` for what else may be wrong with the command."""
+    """Returns a client, not connected yet, for the options that all commands share. Waits until its provider answers.
+
+    Args:
+        check: called before the provider is asked, for what else may be wrong with the command.
+        check_offer: called with the provider's manifest, and with a function that asks for the beginning of a file of
+            its bundle, where that is possible before torch is loaded: not of a provider on this host (`ipc:`) or in
+            this process, whose manifest comes later.
+        before_waiting: called before the wait for a provider that does not answer at once.
+    """
     tune()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # otherwise gRPC prints two lines before our error
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no hub is needed, since the bundle has every file
     from noise.options import DEFAULT_MASK
     from tenant_sdk.identity import endpoints_of
-    from tenant_sdk.keep import KEEP_DTYPES
+    from tenant_sdk.keep import KEEP_DTYPES, choose_kept, read_keep
     from tenant_sdk.plan import check_early, mask_options
 
     if not url and not identity:
@@ -200,7 +210,13 @@ def _client(
     )  # fmt: skip
     check()
     for each, own in zip(urls, identities, strict=True):
-        _wait_until_it_answers(each, own, peer_uid)
+        manifest = _offered_at_once(each, own)
+        if manifest is None:
+            before_waiting()
+            manifest = _wait_until_it_answers(each, own, peer_uid)
+        if manifest is not None:
+            choose_kept(read_keep(keep, can_be_had=True), manifest)  # check_early has asked whether
+            check_offer(manifest, partial(_beginning, each, own))
 
     # imported after the checks above, because torch and transformers take seconds to load
     with told_if_slow("tenant: loading torch and transformers", to_stderr):
@@ -232,22 +248,44 @@ def _check_identities(folders: Sequence[Path]) -> None:
         read_usage_file(folder / FILE_NAME)
 
 
-def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None) -> None:
-    """Waits until a provider answers, and says so: what keeps it from this tenant is then told before torch is loaded.
-    Of a provider on this host, only its socket is looked at."""
+def _offered_at_once(url: str, identity: Path | None) -> Manifest | None:
+    """Returns the manifest of a provider that answers at once; None of any other."""
+    from tenant_sdk.plan import INPROC
+    from wire.transport.identity import load_identity
+    from wire.transport.ipc import folder as ipc
+
+    if url.startswith((INPROC, ipc.SCHEME)):
+        return None
+    from wire.transport.grpc_channel import offered_at_once
+
+    return offered_at_once(url, None if identity is None else load_identity(identity))
+
+
+def _beginning(url: str, identity: Path | None, name: str) -> bytes:
+    """Returns the beginning of a file of a provider's bundle; no bytes if it does not come soon."""
+    from wire.transport.grpc_channel import first_chunk
+    from wire.transport.identity import load_identity
+
+    return first_chunk(url, None if identity is None else load_identity(identity), name)
+
+
+def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None) -> Manifest | None:
+    """Waits until a provider answers, says so, and returns its manifest: what keeps it from this tenant, or does not go
+    with what it offers, is then told before torch is loaded. Of a provider on this host, only its socket is looked
+    at."""
     from tenant_sdk.plan import INPROC
     from wire.transport.identity import load_identity
     from wire.transport.ipc import folder as ipc
 
     if url.startswith(INPROC):
-        return
+        return None
     if url.startswith(ipc.SCHEME):
         ipc.check_listens(ipc.folder_of(url), peer_uid)
-        return
+        return None
     from wire.transport.grpc_channel import wait_for_provider
 
     known = None if identity is None else load_identity(identity)
-    wait_for_provider(url, known, lambda line: typer.echo(printable(f"tenant: {line}"), err=True))
+    return wait_for_provider(url, known, lambda line: typer.echo(printable(f"tenant: {line}"), err=True))
 
 
 _CONNECTION: dict[str, Any] = {
@@ -322,19 +360,20 @@ def _checked_client(recipe: Any, is_run: bool = True) -> TenantClient:
     """Checks a recipe, and returns a client for it as `_client` does."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
     check_recipe_early(recipe, is_run)
-    has_own_settings = recipe.peft_config is not None  # PEFT checks them, so it is loaded before a provider is asked
+    check_with_torch = cache(partial(_check_with_torch, recipe))
     not_connected = _client(
         **{**connection, "mask": connection["mask"] or ""},
-        check=partial(_check_before_asking, recipe, with_torch=has_own_settings),
+        check=partial(_check_before_asking, recipe),
+        check_offer=partial(check_offer, recipe),
+        # PEFT checks the recipe's own settings, which is not left until after a wait
+        before_waiting=check_with_torch if recipe.peft_config is not None else lambda: None,
     )
-    if not has_own_settings:
-        _check_with_torch(recipe)
+    check_with_torch()
     return not_connected
 
 
-def _check_before_asking(recipe: Any, with_torch: bool) -> None:
-    """Checks what a provider need not be asked about: the options that let losses decide and, if `with_torch`, what
-    `_check_with_torch` does."""
+def _check_before_asking(recipe: Any) -> None:
+    """Checks what a provider need not be asked about: the options that let losses decide."""
     from noise.options import DEFAULT_MASK
     from tenant_sdk.plan import may_be_steered
 
@@ -342,8 +381,6 @@ def _check_before_asking(recipe: Any, with_torch: bool) -> None:
     # an identity's own URL is never that of a provider in this process
     steered = may_be_steered(recipe.url or [""], recipe.mask or DEFAULT_MASK, recipe.verify)
     options.check_loss_branches(options.eval_data is not None, steered)
-    if with_torch:
-        _check_with_torch(recipe)
 
 
 def _check_with_torch(recipe: Any) -> None:

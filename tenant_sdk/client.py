@@ -33,6 +33,7 @@ from tenant_sdk.progress import counting
 from tenant_sdk.serving.settings import NOT_OF_MANY, EngineOptions, ManyKeywords, RequestOptions, StoreOptions
 from tenant_sdk.session import Session, open_bundle, open_session, open_text
 from tenant_sdk.text.source import TenantText, check_fits_embedding, has_tokenizer
+from tenant_sdk.training.adapted_modules import kept_tensors, module_names
 from tenant_sdk.training.settings import (
     FinetuneKeywords,
     FinetuneOptions,
@@ -279,6 +280,12 @@ class TenantClient:
     def context_length(self) -> int:
         """Returns the model's context length, which is the largest number of tokens in one sequence."""
         return context_length(self._bundle())
+
+    @property
+    def module_names(self) -> frozenset[str] | None:
+        """Returns the names of the model's modules that hold parameters, at the provider or here, which an adapter may
+        name; None if the bundle does not tell them."""
+        return module_names(self.connect(), kept_tensors(self._bundle()))
 
     @property
     def tokenizer(self) -> Any:

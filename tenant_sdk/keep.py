@@ -27,6 +27,8 @@ _LOWER = re.compile(rf"{LOWER}(\d{{1,5}})", re.ASCII)
 _BLOCK = re.compile(r"\.(\d{1,9})\.", re.ASCII)
 _IN_ATTENTION = re.compile(r"(^|\.)[^.]*(attn|attention)[^.]*\.", re.IGNORECASE | re.ASCII)
 """Matches the name of a layer inside a module such as self_attn, attn, attention or self_attention."""
+_PATTERN = re.compile(r"[A-Za-z0-9_.\-+ *?]+|.*\[.*")
+"""Matches what can be a pattern of layers' names, all that a manifest may have (`wire.manifest`): `lowr:3` cannot."""
 _MOST_CHARACTERS = 60
 _FORMS = "'attention', 'lower:N' for the N lowest blocks, or names of layers with * and ?"
 
@@ -77,7 +79,8 @@ def read_keep(keep: str | Sequence[str] | None, can_be_had: bool) -> tuple[str, 
     for item in items:
         is_lower = item.startswith(LOWER)
         number = _LOWER.fullmatch(item)
-        if not item or (is_lower and (number is None or int(number[1]) == 0)):
+        is_possible = number is not None and int(number[1]) > 0 if is_lower else _PATTERN.fullmatch(item) is not None
+        if not is_possible:
             raise ConfigurationError(f"keep (--keep) is {_FORMS}, got {item[:_MOST_CHARACTERS]!a}")
     if items and not can_be_had:
         raise ConfigurationError(

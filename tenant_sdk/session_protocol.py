@@ -6,6 +6,7 @@ they need not import the client, which calls them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
@@ -60,6 +61,10 @@ class TrainingSession(TextSession, Protocol):
     @property
     def can_be_steered(self) -> bool:
         """Returns whether a provider that lies could learn hidden data from what the tenant does with its replies."""
+
+    @property
+    def module_names(self) -> Collection[str] | None:
+        """Returns the names of the model's modules, as `tenant_sdk.training.adapted_modules.module_names` does."""
 
     def connect(self) -> Manifest:
         """Connects if there is no connection yet, and returns the provider's manifest."""

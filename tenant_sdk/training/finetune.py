@@ -44,6 +44,7 @@ from tenant_sdk.training.activation_checkpointing import (
     choose,
     has_dropout,
 )
+from tenant_sdk.training.adapted_modules import check_adapter
 from tenant_sdk.training.checkpoints import (
     Checkpoints,
     check_output,
@@ -192,6 +193,9 @@ def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None,
     check_kind(parsed, peft_config)
     options.check_used(has_evaluation=bool(parsed.eval_rows), are_preferences=are_preferences(parsed.rows))
     manifest = session.connect()
+    check_adapter(
+        peft_config.to_dict(), manifest, session.module_names, caches_prefix=options.cache_frozen_prefix
+    )  # fmt: skip
     room = _room(session.context_length, num_virtual)
     check_window(options.window_tokens, options.batch_size, room)
     longest = min(options.max_length or room, room)

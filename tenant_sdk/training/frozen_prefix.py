@@ -41,12 +41,12 @@ from noise.disk.private_files import is_in_memory
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.model.run_state import ProductSource, run_states
 from tenant_sdk.training.activation_checkpointing import KeptReply, ReplyStore, free_disk
+from tenant_sdk.training.adapted_modules import NO_PREFIX, NO_PROMPT_LEARNING
 from tenant_sdk.training.loss import has_another_loss
 from tenant_sdk.training.settings import FinetuneOptions
 from wire.errors import ConfigurationError, StorageError, VeilbaseError
 
 _OPTION = "cache_frozen_prefix"
-_UPPER = "choose upper blocks with layers_to_transform, and target_modules as a list of names, in peft_config"
 
 Hidden = torch.Tensor
 """The type of hidden states between two blocks, shape (batch, length, hidden_size)."""
@@ -59,9 +59,7 @@ def check_config(peft_config: PeftConfig) -> None:
         ConfigurationError: it is one.
     """
     if getattr(peft_config, "is_prompt_learning", False):
-        raise ConfigurationError(
-            f"{_OPTION} is not possible with prompt learning, whose vectors are trained below every block"
-        )
+        raise ConfigurationError(NO_PROMPT_LEARNING)
 
 
 def check_repeats(options: FinetuneOptions, num_rows: int, has_evaluation: bool) -> None:
@@ -164,7 +162,7 @@ def frozen_prefix(model: Any, *, bf16: bool) -> FrozenPrefix:
     blocks = _blocks(base)
     first = next((number for number, block in enumerate(blocks) if _is_adapted(block)), len(blocks))
     if first == 0:
-        raise ConfigurationError(f"{_OPTION} has no effect with an adapter on the lowest block, number 0: {_UPPER}")
+        raise ConfigurationError(NO_PREFIX)
     prefix = FrozenPrefix(blocks, first)
     try:
         _Proof(base, prefix, bf16).run()

@@ -17,10 +17,11 @@ import importlib.util
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
@@ -30,10 +31,23 @@ from pydantic.fields import FieldInfo
 from runtime.command_line import instead, no_path, plain_message
 from tenant_sdk.kinds.refused import check_values
 from tenant_sdk.plan_file import Bill
+from tenant_sdk.training.adapted_modules import (
+    ALL_LINEAR,
+    NO_PROMPT_LEARNING,
+    TENSORS,
+    check_adapter,
+    check_prefix,
+    kept_tensors,
+    module_names,
+)
 from tenant_sdk.training.checkpoints import check_output, check_writable
 from tenant_sdk.training.dataset import are_preferences, check_alike, load_rows, num_held_back, one_line
 from tenant_sdk.training.settings import NO_TENSORBOARD, NO_TRL, FinetuneOptions
+from tenant_sdk.trust.bundle import bundle_folder
 from wire.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from wire.manifest import Manifest
 
 _WORDS = (bool, int, float, Path)
 """The types that typer checks on the command line; it takes any other as text, which the recipe checks."""
@@ -271,11 +285,46 @@ def check_recipe_early(recipe: Any, is_run: bool = True) -> None:
     if recipe.peft_config is not None:
         check_peft_keys(recipe.peft_config)
         check_values(recipe.peft_config)
+    if options.cache_frozen_prefix:
+        _check_prefix(recipe)
     if options.report_to is not None and importlib.util.find_spec("tensorboard") is None:
         raise ConfigurationError(NO_TENSORBOARD)
     if is_run:
         _check_written(recipe, options)
     _check_data(recipe.data, options)
+
+
+def _check_prefix(recipe: Any) -> None:
+    """Refuses an adapter with which `cache_frozen_prefix` is not possible, or has no effect, on any model."""
+    settings = adapter_settings(recipe)
+    if "num_virtual_tokens" in peft_fields(str(settings.get("peft_type", "LORA")))[1]:
+        raise ConfigurationError(NO_PROMPT_LEARNING)
+    check_prefix(settings)
+
+
+def adapter_settings(recipe: Any) -> dict[str, Any]:
+    """Returns the settings of a recipe's adapter that are known without PEFT: its `peft_config`, and for LoRA the
+    default of `target_modules`."""
+    settings = dict(recipe.peft_config or {})
+    return settings if settings.get("peft_type", "LORA") != "LORA" else {"target_modules": ALL_LINEAR} | settings
+
+
+def check_offer(recipe: Any, manifest: Manifest, beginning: Callable[[str], bytes]) -> None:
+    """Checks a recipe against what its provider offers, as far as that is possible without torch.
+
+    Args:
+        recipe: a recipe with the options of the connection (`with_connection`).
+        manifest: the provider's manifest.
+        beginning: asks the provider for the beginning of a file of its bundle; no bytes if it does not come soon.
+
+    Raises:
+        ConfigurationError: the adapter's settings name nothing in the provider's model.
+    """
+    settings, modules = adapter_settings(recipe), None
+    if settings.get("target_modules") not in (None, ALL_LINEAR):
+        modules = module_names(manifest, kept_tensors(bundle_folder(manifest)) or beginning(TENSORS))
+    with warnings.catch_warnings(action="ignore"):  # the run says it again
+        check_adapter(settings, manifest, modules, caches_prefix=bool(recipe.cache_frozen_prefix))
 
 
 def _check_written(recipe: Any, options: FinetuneOptions) -> None:

@@ -18,13 +18,15 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from noise.disk.private_files import make_private_folder
 from runtime.files import locked_folder
 from wire.errors import ConfigurationError, MalformedFrame
 from wire.manifest import BundleFile, Manifest
-from wire.transport.connection import Connection
+
+if TYPE_CHECKING:
+    from wire.transport.connection import Connection
 
 _UNSAFE_KEYS = frozenset({"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "compile_config"})
 _UNSAFE_WORDS = ("attn_implementation", "experts_implementation", "kernel", "trust_remote_code")
@@ -37,6 +39,11 @@ _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
 def default_cache() -> Path:
     """Returns $VEILBASE_CACHE, or ~/.cache/veilbase if the variable is not set."""
     return Path(os.environ.get("VEILBASE_CACHE") or Path.home() / ".cache" / "veilbase")
+
+
+def bundle_folder(manifest: Manifest, cache: Path | None = None) -> Path:
+    """Returns the folder in which a provider's bundle is kept, whether it is there or not."""
+    return (cache or default_cache()) / "bundles" / manifest.bundle_digest
 
 
 def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None = None) -> Path:
@@ -57,8 +64,8 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
     """
     if bundle_digest(manifest.bundle) != manifest.bundle_digest:
         raise MalformedFrame("the manifest's bundle digest does not fit its list of files")
-    parent = (cache or default_cache()) / "bundles"
-    folder = parent / manifest.bundle_digest
+    folder = bundle_folder(manifest, cache)
+    parent = folder.parent
     with _disk_errors(parent):
         if not _is_whole(folder, manifest):
             make_private_folder(parent)

@@ -90,6 +90,7 @@ CONNECTION: Mapping[str, Values] = {
         (("--keep", "attention", "--url", "ipc:nowhere", "--identity", "acme"), "an ipc: URL carries none"),
         (("--keep", "lower:0", "--verify", "checkpoint"), "keep (--keep) is"),
         (("--keep", "attention,,", "--verify", "checkpoint"), "keep (--keep) is"),
+        (("--keep", "lowr:3", "--verify", "checkpoint"), "'lower:N' for the N lowest blocks"),
     ),
     "--keep-dtype": (
         (("--keep-dtype", "bf61", "--keep", "attention", "--verify", "checkpoint"), "did you mean bf16?"),

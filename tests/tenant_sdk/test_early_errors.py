@@ -99,6 +99,41 @@ def test_a_mistake_is_told_before_torch_is_loaded(folder: Path, command: str, ex
     assert expected in told(folder, command)
 
 
+@pytest.fixture(scope="module")
+def url(chat_served_model: ServedModel) -> Iterator[str]:
+    """Provides the URL of a provider that answers, of a model with two blocks."""
+    with serving(chat_served_model) as server:
+        yield f"grpc://127.0.0.1:{server.port}"
+
+
+KEEPS = "explain --verify trusted --keep"
+SENDS = "finetune rows.jsonl --output new"
+
+
+@pytest.mark.parametrize(
+    ("command", "peft_config", "expected"),
+    [
+        (f"{KEEPS} atention", "", "but no layer of this model is called so: the nearest is attention"),
+        (f"{KEEPS} lower:7", "", "this model has 2 blocks"),
+        (SENDS, "target_modules: [q_prj]", "but no module of the model is called so: the nearest is q_proj"),
+        (SENDS, "target_modules: q_proj", "write a list, [q_proj]"),
+        (SENDS, "target_modules: [q_proj], layers_to_transform: [40]", "block 40, but the model has blocks 0 to 1"),
+        (f"{SENDS} --epochs 2 --cache-frozen-prefix", "target_modules: [q_proj]", "adapter on the lowest block"),
+        ("plan rows.jsonl", "target_modules: [q_prj]", "the nearest is q_proj"),
+    ],
+)
+def test_what_the_model_does_not_have_is_told_before_torch_is_loaded(
+    folder: Path, url: str, command: str, peft_config: str, expected: str
+) -> None:
+    (folder / "trusted").mkdir()
+    (folder / "trusted" / "config.json").write_text("{}")
+    (folder / "trusted" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    if peft_config:
+        (folder / "adapter.yaml").write_text(f"peft_config: {{{peft_config}}}")
+        command += " --config adapter.yaml"
+    assert expected in told(folder, command, url, HEAVY - {"grpc"})
+
+
 def test_a_port_in_use_is_told_before_torch_is_loaded(folder: Path, taken: int) -> None:
     line = told(folder, f"serve --adapters adapters --unverified --port {taken}")
     assert f"port {taken} cannot be listened to: Address already in use" in line
