@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import inspect
 import math
 import os
@@ -57,7 +56,7 @@ from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from noise.registry import product_calls
 from noise.scheme import GroupSpec, Masked, MaskScheme, decode_rows, encode_rows
-from tenant_sdk.keep import ATTENTION, block_of, choose_kept
+from tenant_sdk.keep import ATTENTION, block_of, choose_kept, spoken_keep
 from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.model.run_state import RunStates
 from tenant_sdk.model.send import RemoteExecutor, most_rows
@@ -100,8 +99,6 @@ SMALL_BYTES = 4_000_000
 _Key = tuple[int, Direction, bool]
 """A group's number, the direction, and whether the rows are public constants, which go without a mask."""
 _NO_LABEL, _LABEL = 0, 5
-_MOST_KEEP = 200
-"""The most characters of `keep` that a plan shows."""
 
 
 class _Shape(NamedTuple):
@@ -121,11 +118,6 @@ class _Shape(NamedTuple):
     padding: int = 0
     head_padding: int = 0
     padding_twice: int = 0
-
-
-def manifest_digest(manifest: Manifest) -> str:
-    """Returns the SHA-256 of a manifest, in hex."""
-    return hashlib.sha256(manifest.to_bytes()).hexdigest()
 
 
 # ---- an executor that sends nothing ----------------------------------------------------------------------------------
@@ -1151,7 +1143,7 @@ class Planner:
             memory_bytes=count.memory_bytes + _pool_bytes(wire, count.calls) + self.session.executor.kept.num_bytes,
             local_bytes=count.local_bytes + 4 * wire.num_weights, is_exact=count.is_exact,
             savings=_savings(wire, self.session, count, up + down), run=prepared.run_id,
-            parts=prepared.parts, **self._about(),
+            **prepared.identity.to_dict(), **self._about(),
         )  # fmt: skip
         if bill.num_bytes < probe_from_bytes:
             return bill
@@ -1210,15 +1202,15 @@ class Planner:
 
     def _about(self) -> dict[str, Any]:
         return {
-            "manifest": manifest_digest(self.session.manifest),
+            "manifest": self.session.manifest.digest,
             "mask": self.session.scheme.name,
             "precision": self.session.scheme.precision,
-            "keep": _spoken(self.client.keep),
+            "keep": spoken_keep(self.client.keep),
         }
 
     def check(self, plan: Bill, prepared: Prepared) -> None:
         """Raises ConfigurationError if a run is not the one that was planned."""
-        plan.check(run=prepared.run_id, parts=prepared.parts, **self._about())
+        plan.check(run=prepared.run_id, identity=prepared.identity, **self._about())
 
     def _timed(
         self, bill: Bill, wire: _Wire, calls: Mapping[tuple[_Key, int], int], directions: Sequence[Direction],
@@ -1233,14 +1225,6 @@ class Planner:
             bill, seconds=tenant_s + coding_s + both_s + hint_s, provider_s=provider_s, tenant_s=tenant_s + coding_s,
             mask_s=mask_s, hint_s=hint_s, local_seconds=tenant_s + base_s,
         )  # fmt: skip
-
-
-def _spoken(items: Sequence[str]) -> str:
-    """Returns the items of `keep` as one text, which is short also for many items, and another for others."""
-    whole = ", ".join(items)
-    if len(whole) <= _MOST_KEEP:
-        return whole
-    return f"{whole[:_MOST_KEEP]}... (SHA-256 {hashlib.sha256(whole.encode()).hexdigest()[:16]})"
 
 
 def _num_steps(prepared: Prepared) -> int:

@@ -360,7 +360,7 @@ def _checked_client(recipe: Any, is_run: bool = True) -> TenantClient:
     """Checks a recipe, and returns a client for it as `_client` does."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
     check_recipe_early(recipe, is_run)
-    check_with_torch = cache(partial(_check_with_torch, recipe))
+    check_with_torch = cache(partial(_check_with_torch, recipe, is_run))
     not_connected = _client(
         **{**connection, "mask": connection["mask"] or ""},
         check=partial(_check_before_asking, recipe),
@@ -383,11 +383,11 @@ def _check_before_asking(recipe: Any) -> None:
     options.check_loss_branches(options.eval_data is not None, steered)
 
 
-def _check_with_torch(recipe: Any) -> None:
+def _check_with_torch(recipe: Any, is_run: bool) -> None:
     with told_if_slow("tenant: loading what trains, and checking the data", to_stderr):
         from tenant_sdk.training.command import check_recipe
 
-        check_recipe(recipe)
+        check_recipe(recipe, is_run)
 
 
 def _show(text: str, nl: bool = True) -> None:

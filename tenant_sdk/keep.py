@@ -9,6 +9,7 @@ so is part of a group, whose layers share one call. Importing this module does n
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ _IN_ATTENTION = re.compile(r"(^|\.)[^.]*(attn|attention)[^.]*\.", re.IGNORECASE 
 """Matches the name of a layer inside a module such as self_attn, attn, attention or self_attention."""
 _PATTERN = re.compile(r"[A-Za-z0-9_.\-+ *?]+|.*\[.*")
 """Matches what can be a pattern of layers' names, all that a manifest may have (`wire.manifest`): `lowr:3` cannot."""
-_MOST_CHARACTERS = 60
+_MOST_CHARACTERS, _MOST_SPOKEN = 60, 200
 _FORMS = "'attention', 'lower:N' for the N lowest blocks, or names of layers with * and ?"
 
 
@@ -115,6 +116,15 @@ def check_keep_dtype(keep_dtype: str, items: Sequence[str], is_verified: bool) -
             "provider gives int8 only"
         )
     return keep_dtype
+
+
+def spoken_keep(items: Sequence[str]) -> str:
+    """Returns the items of `keep` as one text for a plan, which is short also for many items, and another for
+    others."""
+    whole = ", ".join(items)
+    if len(whole) <= _MOST_SPOKEN:
+        return whole
+    return f"{whole[:_MOST_SPOKEN]}... (SHA-256 {hashlib.sha256(whole.encode()).hexdigest()[:16]})"
 
 
 def block_of(layer: str) -> int | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,13 +18,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
 from noise.disk.private_files import write_private
+from tenant_sdk.training.run_identity import RunIdentity
 from tenant_sdk.training.settings import FinetuneResult
 from wire.errors import ConfigurationError
-
-PARTS = {
-    "data": "the data", "tokenizer": "the tokenizer", "adapter": "the adapter's settings", "options": "the options",
-}  # fmt: skip
-"""The parts of a run that have a fingerprint each in a plan, and how an error names them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,8 @@ class Bill:
         is_exact: whether every call of the run is known from its shape; if not, bytes are an estimate.
         manifest: the digest of the provider's manifest.
         run: the fingerprint of data, adapter and options; empty for tokens.
-        parts: the fingerprints of those of `PARTS`, by name; empty for tokens.
+        parts: the fingerprints of the parts of the run, by name; empty for tokens.
+        options, adapter: the options that identify the run, and the adapter's settings, as texts; empty for tokens.
         mask, precision: the session's.
         keep: what names the layers that are computed here, separated by commas; their calls are not in the plan.
     """
@@ -92,6 +88,8 @@ class Bill:
     manifest: str = ""
     run: str = field(default="", repr=False)
     parts: dict[str, str] = field(default_factory=dict, repr=False)
+    options: dict[str, str] = field(default_factory=dict, repr=False)
+    adapter: dict[str, str] = field(default_factory=dict, repr=False)
     mask: str = ""
     precision: str = ""
     keep: str = ""
@@ -198,22 +196,45 @@ class Bill:
             raise ConfigurationError(f"{path} is no plan: expected a file of `tenant plan --out`") from None
 
     def check(
-        self, manifest: str, run: str, parts: Mapping[str, str], mask: str, precision: str, keep: str = ""
+        self, manifest: str, run: str, identity: RunIdentity, mask: str, precision: str, keep: str = ""
     ) -> None:  # fmt: skip
         """Checks that a run is the one that was planned.
 
         Raises:
             ConfigurationError: it is another; the text says in what.
         """
-        changed = [what for name, what in PARTS.items() if self.parts.get(name) != parts.get(name)]
-        for planned, now, what in (
-            (self.manifest, manifest, "the provider has changed since (its manifest is another)"),
-            (self.run, run, f"changed since: {', '.join(changed) or 'the weights'}"),
-            ((self.mask, self.precision), (mask, precision), "the mask or its precision is another"),
-            (self.keep, keep, "other layers are kept here (keep=, --keep)"),
-        ):
-            if planned != now:
-                raise ConfigurationError(f"this is not the run of the plan: {what}; nothing was sent: plan it anew")
+        self.check_known(identity, manifest=manifest, mask=mask, precision=precision, keep=keep)
+        if self.run != run:
+            raise _another_run("the weights have changed since")
+
+    def check_known(
+        self, identity: RunIdentity, *, manifest: str | None = None, mask: str | None = None,
+        precision: str | None = None, keep: str | None = None,
+    ) -> None:  # fmt: skip
+        """Checks that a run is the one that was planned, as far as it is known what the run is.
+
+        Args:
+            identity: what is known of the run.
+            manifest, mask, precision, keep: as the attributes of these names; None for what is not known.
+
+        Raises:
+            ConfigurationError: it is another; the text says in what.
+        """
+        if manifest is not None and self.manifest != manifest:
+            raise _another_run("the provider has changed since (its manifest is another)")
+        planned = RunIdentity(self.parts, self.options, self.adapter)
+        if differences := planned.differences(identity, "the plan's"):
+            raise _another_run(f"changed since: {differences}")
+        for name, old, new in (
+            ("the mask (--mask)", self.mask, mask), ("its precision (--precision)", self.precision, precision),
+            ("keep (--keep)", self.keep, keep),
+        ):  # fmt: skip
+            if new is not None and new != old:
+                raise _another_run(f"{name} is {new or 'nothing'}, the plan's is {old or 'nothing'}")
+
+
+def _another_run(what: str) -> ConfigurationError:
+    return ConfigurationError(f"this is not the run of the plan: {what}; nothing was sent: plan it anew")
 
 
 _MOST_PLAN_BYTES = 1_000_000
@@ -247,6 +268,7 @@ def _plan_file() -> type[BaseModel]:
         "tuple[Saving, ...]": tuple[_SavingFile, ...], "dict[str, str]": dict[_Text, _Text],
     }  # fmt: skip
     fields: dict[str, Any] = {each.name: (forms[each.type], ...) for each in dataclasses.fields(Bill)}
+    fields["options"] = fields["adapter"] = dict[_Text, _Text], {}  # which plans of earlier releases lack
     fields["run"] = Annotated[_Text, Field(min_length=1)], ...
     made: type[BaseModel] = create_model("_PlanFile", __config__=ConfigDict(strict=True, extra="forbid"), **fields)
     return made

@@ -8,6 +8,7 @@ torch, so that a command can compare its options with a manifest at once.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Annotated, Any, Literal
 
@@ -159,6 +160,11 @@ class Manifest(_Strict):
     def to_bytes(self) -> bytes:
         """Returns the manifest as UTF-8 JSON."""
         return self.model_dump_json().encode()
+
+    @property
+    def digest(self) -> str:
+        """Returns the SHA-256 of the manifest, in hex."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
 
 def parse_manifest(data: bytes) -> Manifest:

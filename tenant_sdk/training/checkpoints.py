@@ -14,16 +14,16 @@ of the folder keeps other users out.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from noise.disk.private_files import FILE_MODE, make_private, make_private_folder, take_over_rights, write_private
+from tenant_sdk.training.run_identity import RunIdentity
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -51,43 +51,6 @@ def logs_folder(output_dir: Path) -> Path:
     return output_dir.with_name(f".{output_dir.name}.logs")
 
 
-def fingerprint(data: Any, peft_config: dict[str, Any], options: dict[str, Any], digests: list[str]) -> str:
-    """Returns the fingerprint of a run, SHA-256 in hex; only runs with the same fingerprint share checkpoints.
-
-    Args:
-        data: what the tokens are made from (`tenant_sdk.training.token_rows.sources`). The tokens themselves may differ
-            from day to day, since chat templates print the date.
-        peft_config: PEFT's settings of the adapter.
-        options: the options that identify the run (`FinetuneOptions.identity`).
-        digests: the digests of the base weights, by layer group.
-    """
-    return _digest((_plain(data), _plain(peft_config), options, digests))
-
-
-def fingerprints(data: Mapping[str, Any], peft_config: dict[str, Any], options: dict[str, Any]) -> dict[str, str]:
-    """Returns a fingerprint of each part of a run, so that a user can be told which part is another; SHA-256 in hex, by
-    the names of `tenant_sdk.plan_file.PARTS`. Arguments are as for `fingerprint`."""
-    rows = {name: value for name, value in data.items() if name in ("rows", "eval_rows")}
-    cut = {name: value for name, value in data.items() if name not in rows and name != "tokenizer"}
-    parts = {"data": rows, "tokenizer": data["tokenizer"], "adapter": peft_config, "options": {**options, **cut}}
-    return {name: _digest(_plain(part)) for name, part in parts.items()}
-
-
-def _digest(value: Any) -> str:
-    """Returns the SHA-256 of a value's JSON, in hex."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value with sets replaced by sorted lists, since the order of a set differs between processes."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, set | frozenset | list | tuple):
-        items = [_plain(item) for item in value]
-        return sorted(items, key=str) if isinstance(value, set | frozenset) else items
-    return value
-
-
 def step_of(checkpoint: Path | None) -> int:
     """Returns the number of optimizer steps before a checkpoint was written; 0 for None, the beginning of a run."""
     return 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
@@ -100,13 +63,14 @@ class Checkpoints:
         """Uses the checkpoints in `folder`, which `open` makes and `discard` removes."""
         self.folder = folder
 
-    def open(self, run: str, resume: bool | None) -> Path | None:
+    def open(self, run: str, resume: bool | None, identity: RunIdentity | None = None) -> Path | None:
         """Makes the folder if needed, and finds the checkpoint to resume from.
 
         Args:
             run: the run's fingerprint.
             resume: None uses a checkpoint of the same run if there is one; True requires one; False removes all
                 checkpoints.
+            identity: what identifies the run, for an error about another one.
 
         Returns:
             The folder of the checkpoint to resume from, or None for a run that starts at the beginning.
@@ -115,27 +79,46 @@ class Checkpoints:
             ConfigurationError: there is no checkpoint and one is required, the checkpoints belong to another run, a
                 value of the run was not finite, or the folder cannot be written.
         """
+        identity = identity or RunIdentity()
         if resume is False:
             self.discard()
+        self.check(resume, identity)
+        latest, owner = self._latest(), self._owner().get("fingerprint")
+        if latest is not None and owner != run:
+            raise self._of_another_run("other data or settings")
+        content = {"fingerprint": run, **identity.to_dict()}
+        try:
+            make_private_folder(self.folder)
+            write_private(self.folder / "run.json", json.dumps(content))
+        except OSError as exc:
+            raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from exc
+        return latest
+
+    def check(self, resume: bool | None, identity: RunIdentity) -> None:
+        """Checks that a run could go on from what is in the folder, as far as it is known what identifies the run. It
+        changes nothing.
+
+        Raises:
+            ConfigurationError: as `open` does; the text names what is another.
+        """
+        if resume is False:
+            return
         if next(self.folder.glob(f"**/{_SPOILT}"), None) is not None:
             raise ConfigurationError(
                 f"{self.folder} holds checkpoints of a run that met a NaN or infinite value: none of them is resumed "
                 "from; pass resume=False (--no-resume) to start over"
             )
-        latest, owner = self._latest(), self._owner()
-        if latest is not None and owner != run:
-            raise ConfigurationError(
-                f"{self.folder} holds checkpoints of a run with other data or settings: "
-                "pass resume=False (--no-resume) to start over, or choose another output_dir (--output)"
-            )
-        if latest is None and resume:
+        if self._latest() is not None:
+            if differences := RunIdentity.read(self._owner()).differences(identity, "theirs"):
+                raise self._of_another_run(f"other data or settings ({differences})")
+        elif resume:
             raise ConfigurationError(f"there is no complete checkpoint in {self.folder} to resume from")
-        try:
-            make_private_folder(self.folder)
-            write_private(self.folder / "run.json", json.dumps({"fingerprint": run}))
-        except OSError as exc:
-            raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from exc
-        return latest
+
+    def _of_another_run(self, what: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.folder} holds checkpoints of a run with {what}: pass resume=False (--no-resume) to start over, or "
+            "choose another output_dir (--output)"
+        )
 
     def newest(self) -> tuple[Path | None, bool]:
         """Returns the newest checkpoint, which may be spoilt, and whether it is; (None, False) if there is none.
@@ -149,11 +132,13 @@ class Checkpoints:
     def _marked(self, mark: str) -> Iterator[Path]:
         return self.folder.glob(f"checkpoint-*/{mark}")
 
-    def _owner(self) -> str | None:
+    def _owner(self) -> dict[str, Any]:
+        """Returns what run.json says of the run that wrote the checkpoints; nothing if it cannot be read."""
         try:
-            return str(json.loads((self.folder / "run.json").read_text(encoding="utf-8"))["fingerprint"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+            found = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            found = None
+        return found if isinstance(found, dict) else {}
 
     def _latest(self) -> Path | None:
         return max((path.parent for path in self._marked(_MARKER)), key=step_of, default=None)

@@ -12,10 +12,12 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftType
 
 from runtime.command_line import instead
 from tenant_sdk.kinds.refused import check_trainable
+from tenant_sdk.training.dataset import source_of
 from tenant_sdk.training.finetune import adapter_errors, default_peft_config
-from tenant_sdk.training.recipe import Recipe, check_keys, is_pipe
+from tenant_sdk.training.recipe import Recipe, check_keys, check_same_run, is_pipe
+from tenant_sdk.training.run_identity import RunIdentity, adapter_part, data_part, texts
 from tenant_sdk.training.settings import FinetuneResult
-from tenant_sdk.training.token_rows import parse_data
+from tenant_sdk.training.token_rows import check_kind, parse_data
 from tenant_sdk.training.trainers import check_report_to
 from wire.errors import ConfigurationError
 
@@ -31,18 +33,29 @@ class Finetunes(Protocol):
         """Trains an adapter; see `TenantClient.finetune`."""
 
 
-def check_recipe(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe, is_run: bool = True) -> None:
     """Checks what `tenant_sdk.training.recipe.check_recipe_early` cannot check without torch: the adapter's settings,
     and rules for both data sets together. Does not read data from a pipe, which can be read only once.
+
+    Args:
+        recipe: a recipe.
+        is_run: whether the recipe is to be run, and not only planned.
 
     Raises:
         DatasetError, ConfigurationError: see `TenantClient.finetune`.
     """
-    check_trainable(peft_config_of(recipe))
-    options = recipe.options()
+    peft_config, options = peft_config_of(recipe), recipe.options()
+    check_trainable(peft_config)
     check_report_to(options.report_to)
+    settings = peft_config.to_dict()
+    identity = RunIdentity(adapter_part(settings), adapter=texts(settings))
     if recipe.data is not None and not is_pipe(recipe.data):
-        parse_data(recipe.data, options.eval_data, options.seed)
+        parsed = parse_data(recipe.data, options.eval_data, options.seed)
+        check_kind(parsed, peft_config)
+        rows, eval_rows = ([*map(source_of, each)] for each in (parsed.rows, parsed.eval_rows))
+        identity.parts.update(data_part(rows, eval_rows))
+    if is_run:
+        check_same_run(recipe, identity)
 
 
 def finetune_command(recipe: Recipe, client: Finetunes, echo: Callable[[str], object]) -> None:

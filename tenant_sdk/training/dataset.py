@@ -26,7 +26,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -400,6 +400,11 @@ class Row:
     def where(self) -> str:
         """Returns the words with which every error about this row begins: the file and the line."""
         return _where(self.source, self.line, self.unit)
+
+
+def source_of(row: Row) -> dict[str, Any]:
+    """Returns the contents of a row as plain values, for a fingerprint of a run."""
+    return {"form": type(row.form).__name__, **asdict(row.form)}
 
 
 def load_rows(data: object) -> list[Row]:

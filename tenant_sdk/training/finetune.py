@@ -50,16 +50,15 @@ from tenant_sdk.training.checkpoints import (
     check_output,
     check_writable,
     checkpoints_folder,
-    fingerprint,
-    fingerprints,
     logs_folder,
     save_adapter,
     step_of,
 )
 from tenant_sdk.training.dataset import are_preferences
-from tenant_sdk.training.frozen_prefix import PrefixCache, check_config, check_repeats, frozen_prefix
+from tenant_sdk.training.frozen_prefix import PrefixCache, check_config, frozen_prefix
 from tenant_sdk.training.loss import chunk_loss, score_tokens
 from tenant_sdk.training.pruning import prune
+from tenant_sdk.training.run_identity import RunIdentity, fingerprint
 from tenant_sdk.training.settings import FinetuneOptions, FinetuneResult
 from tenant_sdk.training.token_rows import (
     Collator,
@@ -160,7 +159,7 @@ class Prepared:
         rows: the token rows.
         mode: the result of `FinetuneOptions.memory_mode`; see `choose`.
         run_id: the fingerprint of data, adapter, options and weights.
-        parts: the fingerprints of data, tokenizer, adapter and options, by these names.
+        identity: the parts of that, so that a run that differs can be told in what.
     """
 
     peft_config: PeftConfig = field(repr=False)
@@ -168,7 +167,7 @@ class Prepared:
     rows: RunData
     mode: str | None
     run_id: str
-    parts: dict[str, str]
+    identity: RunIdentity
 
 
 def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None, options: FinetuneOptions) -> Prepared:
@@ -202,11 +201,13 @@ def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None,
     with told_if_slow("turning the data into tokens", to_stderr if options.progress else None):
         rows = token_data(parsed, session.text, longest, session.bucket, num_virtual, options.truncation)
     if options.cache_frozen_prefix:
-        check_repeats(options, len(rows.rows), bool(rows.eval_rows))
+        options.check_repeats(len(rows.rows), bool(rows.eval_rows))
     digests = [group.digest for group in manifest.groups]
     data_id = sources(parsed, session.text, longest, session.bucket, options.truncation)
-    about = data_id, peft_config.to_dict(), options.identity()
-    return Prepared(peft_config, options, rows, mode, fingerprint(*about, digests), fingerprints(*about))
+    run_id = fingerprint(data_id, peft_config.to_dict(), options.identity(), digests)
+    return Prepared(
+        peft_config, options, rows, mode, run_id, RunIdentity.of(data_id, peft_config.to_dict(), options)
+    )  # fmt: skip
 
 
 @own_accelerate_state()
@@ -246,7 +247,7 @@ def finetune(
     prepared = prepare(session, data, peft_config, options)
     before_run(prepared)
     checkpoints = Checkpoints(checkpoints_folder(output_dir))
-    start = checkpoints.open(prepared.run_id, options.resume)
+    start = checkpoints.open(prepared.run_id, options.resume, prepared.identity)
     run = Run(session, prepared, checkpoints, output_dir, on_step=on_step, start=start)
     before, began = session.traffic, time.monotonic()
     state = with_waits(run.attempt, session, options.provider_wait_s, lambda: run.num_steps, while_waiting)

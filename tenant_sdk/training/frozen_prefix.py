@@ -43,7 +43,6 @@ from tenant_sdk.model.run_state import ProductSource, run_states
 from tenant_sdk.training.activation_checkpointing import KeptReply, ReplyStore, free_disk
 from tenant_sdk.training.adapted_modules import NO_PREFIX, NO_PROMPT_LEARNING
 from tenant_sdk.training.loss import has_another_loss
-from tenant_sdk.training.settings import FinetuneOptions
 from wire.errors import ConfigurationError, StorageError, VeilbaseError
 
 _OPTION = "cache_frozen_prefix"
@@ -60,20 +59,6 @@ def check_config(peft_config: PeftConfig) -> None:
     """
     if getattr(peft_config, "is_prompt_learning", False):
         raise ConfigurationError(NO_PROMPT_LEARNING)
-
-
-def check_repeats(options: FinetuneOptions, num_rows: int, has_evaluation: bool) -> None:
-    """Refuses a run that meets no row a second time, where keeping hidden states has no effect.
-
-    Raises:
-        ConfigurationError: it is one.
-    """
-    if options.max_steps is None:
-        has_epochs = options.num_epochs > 1
-    else:
-        has_epochs = options.max_steps * options.batch_size * options.gradient_accumulation_steps > num_rows
-    if not has_epochs and not has_evaluation:
-        raise ConfigurationError(f"{_OPTION} has no effect without a second epoch or an evaluation: leave it out")
 
 
 # ---- the cut through a model -----------------------------------------------------------------------------------------

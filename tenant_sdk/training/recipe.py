@@ -28,9 +28,12 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from noise.options import DEFAULT_MASK
 from runtime.command_line import instead, no_path, plain_message
+from tenant_sdk.keep import read_keep, spoken_keep
 from tenant_sdk.kinds.refused import check_values
 from tenant_sdk.plan_file import Bill
+from tenant_sdk.text.rows import bucket_tokens
 from tenant_sdk.training.adapted_modules import (
     ALL_LINEAR,
     NO_PROMPT_LEARNING,
@@ -40,9 +43,10 @@ from tenant_sdk.training.adapted_modules import (
     kept_tensors,
     module_names,
 )
-from tenant_sdk.training.checkpoints import check_output, check_writable
-from tenant_sdk.training.dataset import are_preferences, check_alike, load_rows, num_held_back, one_line
-from tenant_sdk.training.settings import NO_TENSORBOARD, NO_TRL, FinetuneOptions
+from tenant_sdk.training.checkpoints import Checkpoints, check_output, check_writable, checkpoints_folder
+from tenant_sdk.training.dataset import are_preferences, check_alike, load_rows, num_held_back, one_line, source_of
+from tenant_sdk.training.run_identity import RunIdentity, data_part, named_options, texts
+from tenant_sdk.training.settings import DROP, NO_TENSORBOARD, NO_TRL, FinetuneOptions
 from tenant_sdk.trust.bundle import bundle_folder
 from wire.errors import ConfigurationError
 
@@ -59,6 +63,8 @@ _NO_FIELDS = ("object", "PushToHubMixin")
 """The classes under PEFT's settings that have no fields."""
 _OF_A_RUN = ("plan", "output_dir", "overwrite", "resume", "report_to", "log_dir", "provider_wait_s")
 """The options that have no effect where a run is only planned. A recipe may name them all the same."""
+DEFAULT_RANK = 16
+"""The rank of an adapter for which the user chooses none; its alpha is twice as much."""
 _OF_RANK = ("r", "lora_alpha")
 """The settings of LoRA that the flag --rank sets, in place of those of the file."""
 
@@ -291,7 +297,40 @@ def check_recipe_early(recipe: Any, is_run: bool = True) -> None:
         raise ConfigurationError(NO_TENSORBOARD)
     if is_run:
         _check_written(recipe, options)
-    _check_data(recipe.data, options)
+    found = _check_data(recipe.data, options)
+    if is_run:
+        check_same_run(recipe, RunIdentity(found, texts(_named(recipe, options)), texts(_sizes(recipe))))
+
+
+def _named(recipe: Any, options: FinetuneOptions) -> dict[str, Any]:
+    return named_options(options, bucket_tokens(False if recipe.pad_rows is None else recipe.pad_rows))
+
+
+def _sizes(recipe: Any) -> dict[str, Any]:
+    """Returns the numbers among the settings of a recipe's adapter, which PEFT keeps as they are, and for LoRA those
+    that the recipe leaves at their defaults."""
+    settings = adapter_settings(recipe)
+    if "target_modules" in settings and settings.get("peft_type", "LORA") == "LORA":
+        rank = {} if recipe.rank is None else {"r": recipe.rank, "lora_alpha": 2 * recipe.rank}
+        settings = {"r": DEFAULT_RANK, "lora_alpha": 2 * DEFAULT_RANK, **rank, **settings}
+    return {name: value for name, value in settings.items() if isinstance(value, int | float)}
+
+
+def check_same_run(recipe: Any, identity: RunIdentity) -> None:
+    """Checks that a recipe's run is the one of its plan, and of the checkpoints beside its output folder, as far as it
+    is known what the run is.
+
+    Raises:
+        ConfigurationError: it is another; the text says in what.
+    """
+    if recipe.plan is not None:
+        keep = getattr(recipe, "keep", None)
+        Bill.load(recipe.plan).check_known(
+            identity, mask=getattr(recipe, "mask", None) or DEFAULT_MASK, precision=getattr(recipe, "precision", None),
+            keep=spoken_keep([] if keep is None else read_keep(keep, True)),
+        )  # fmt: skip
+    if recipe.output_dir is not None:
+        Checkpoints(checkpoints_folder(recipe.output_dir)).check(recipe.options().resume, identity)
 
 
 def _check_prefix(recipe: Any) -> None:
@@ -318,11 +357,14 @@ def check_offer(recipe: Any, manifest: Manifest, beginning: Callable[[str], byte
         beginning: asks the provider for the beginning of a file of its bundle; no bytes if it does not come soon.
 
     Raises:
-        ConfigurationError: the adapter's settings name nothing in the provider's model.
+        ConfigurationError: the adapter's settings name nothing in the provider's model, or the recipe has a plan of
+            another provider.
     """
     settings, modules = adapter_settings(recipe), None
     if settings.get("target_modules") not in (None, ALL_LINEAR):
         modules = module_names(manifest, kept_tensors(bundle_folder(manifest)) or beginning(TENSORS))
+    if getattr(recipe, "plan", None) is not None and len(recipe.url or [""]) == 1:  # two providers have one manifest
+        Bill.load(recipe.plan).check_known(RunIdentity(), manifest=manifest.digest)
     with warnings.catch_warnings(action="ignore"):  # the run says it again
         check_adapter(settings, manifest, modules, caches_prefix=bool(recipe.cache_frozen_prefix))
 
@@ -338,19 +380,24 @@ def _check_written(recipe: Any, options: FinetuneOptions) -> None:
         Bill.load(recipe.plan)
 
 
-def _check_data(data: Path, options: FinetuneOptions) -> None:
-    """Checks both data sets, and the options that need them, as far as they are no pipes."""
+def _check_data(data: Path, options: FinetuneOptions) -> dict[str, str]:
+    """Checks both data sets, and the options that need them, as far as they are no pipes. Returns their part of the
+    run's identity, if it is known: not which rows a part as `eval_data` holds back, which torch draws."""
     rows, part = None if is_pipe(data) else load_rows(data), options.eval_data
     eval_rows = load_rows(part) if isinstance(part, Path) and not is_pipe(part) else None
     if isinstance(part, float):
         num_held_back(part, sys.maxsize if rows is None else len(rows))
     if rows is None:
-        return
+        return {}
     if eval_rows is not None:
         check_alike(rows, eval_rows)
     options.check_used(has_evaluation=part is not None, are_preferences=are_preferences(rows))
+    if options.truncation != DROP:  # which leaves rows out
+        options.check_repeats(len(rows), part is not None)
     if are_preferences(rows) and importlib.util.find_spec("trl") is None:
         raise ConfigurationError(NO_TRL)
+    is_known = part is None or eval_rows is not None
+    return data_part([*map(source_of, rows)], [*map(source_of, eval_rows or [])]) if is_known else {}
 
 
 def check_peft_keys(settings: Mapping[str, Any]) -> None:

@@ -341,6 +341,22 @@ class FinetuneOptions:
                 "truncation='truncate'"
             )
 
+    def check_repeats(self, num_rows: int, has_evaluation: bool) -> None:
+        """Refuses `cache_frozen_prefix` for a run that meets no row a second time, where keeping hidden states has no
+        effect.
+
+        Raises:
+            ConfigurationError: it is such a run.
+        """
+        if self.max_steps is None:
+            has_epochs = self.num_epochs > 1
+        else:
+            has_epochs = self.max_steps * self.batch_size * self.gradient_accumulation_steps > num_rows
+        if self.cache_frozen_prefix and not has_epochs and not has_evaluation:
+            raise ConfigurationError(
+                "cache_frozen_prefix has no effect without a second epoch or an evaluation: leave it out"
+            )
+
     def check_used(self, *, has_evaluation: bool, are_preferences: bool) -> None:
         """Refuses an option that differs from its default but has no effect, because another option or a kind of rows
         is missing, and one that does not go with the kind of rows.

@@ -33,7 +33,7 @@ import json
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -55,6 +55,7 @@ from tenant_sdk.training.dataset import (
     check_alike,
     load_rows,
     num_held_back,
+    source_of,
 )
 from tenant_sdk.training.settings import NO_TRL, REFUSE, TRUNCATE
 from tenant_sdk.warn import warn_and_go_on
@@ -782,8 +783,8 @@ def sources(
     fitting = {} if bucket is None and truncation == REFUSE else {"max_length": max_length, "truncation": truncation}
     tokenizer = text.tokenizer
     return {
-        "rows": [_source(row) for row in parsed.rows],
-        "eval_rows": [_source(row) for row in parsed.eval_rows],
+        "rows": [source_of(row) for row in parsed.rows],
+        "eval_rows": [source_of(row) for row in parsed.eval_rows],
         "tokenizer": [
             _tokenizer_source(tokenizer),
             tokenizer.chat_template,
@@ -792,10 +793,6 @@ def sources(
         "bucket": bucket,
         **fitting,
     }
-
-
-def _source(row: Row) -> dict[str, Any]:
-    return {"form": type(row.form).__name__, **asdict(row.form)}
 
 
 def _tokenizer_source(tokenizer: Any) -> Any:

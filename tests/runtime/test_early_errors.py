@@ -17,6 +17,7 @@ from provider import cli as provider_cli
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from tenant_sdk import cli as tenant_cli
+from tenant_sdk.plan_file import Bill
 from tests.support.told_early import outcomes
 
 Values = Sequence[tuple[str | Sequence[str], str]]
@@ -116,7 +117,6 @@ _DATA: Values = (
     ("empty.jsonl", "empty.jsonl"),
 )  # fmt: skip
 RECIPE: Mapping[str, Values] = {
-    "data": _DATA,
     "--config": (
         ("nowhere.yaml", "there is no file"), ("empty", "expected a readable recipe"), ("damaged.yaml", "is no YAML"),
         ("unknown.yaml", "is no option: the nearest is learning_rate"), ("rank.yaml", "the nearest is r"),
@@ -142,6 +142,11 @@ RECIPE: Mapping[str, Values] = {
         *_POSITIVE, ("4", "expected at least 8"),
         (("pairs.jsonl", "--window-tokens", "64"), "is not possible with preferences"),
     ),
+    "data": (*_DATA, (
+        ("rows.jsonl", "--cache-frozen-prefix", "--config", "upper.yaml", "--epochs", "1"), "without a second epoch"
+    ), (("rows.jsonl", "--cache-frozen-prefix"), "adapter on the lowest block"), (
+        ("rows.jsonl", "--cache-frozen-prefix", "--config", "prompt.yaml"), "not possible with prompt learning"
+    )),
     "--checkpointing": (("some", "auto"), (("--checkpointing", "none", "--memory-budget-mb", "5"), "memory_budget_mb")),
     "--memory-budget-mb": (*_FROM_0, (("--memory-budget-mb", "5", "--window-tokens", "64"), "needs checkpointing")),
 }  # fmt: skip
@@ -149,10 +154,15 @@ OF_A_RUN: Mapping[str, Values] = {
     "--output": (
         ("adapters/there", "holds an adapter already"), ("text.txt", "holds something other"), (LONG, "at most"),
         ("text.txt/new", "is no folder"), ("adapters", "holds something other"),
+        ("begun", "a run with other data or settings (seed (--seed) is 0, theirs is 7)"),
+        (("--output", "fresh", "--resume"), "no complete checkpoint in .fresh.checkpoints"),
+        (("--output", "spoilt"), "met a NaN or infinite value"),
     ),
     "--plan": (
         ("nowhere.json", "there is no plan"), ("empty", "cannot be read: Is a directory"), ("text.txt", "is no plan"),
         ("other-plan.json", "is no plan"), ("rows.jsonl", "is no plan"),
+        ("plan.json", "changed since: seed (--seed) is 0, the plan's is 7; nothing was sent"),
+        (("--plan", "plan.json", "--seed", "7", "--mask", "off"), "the mask (--mask) is off, the plan's is lattice"),
     ),
     "--report-to": (("wandb", "must be 'tensorboard' or None"),),
     "--log-dir": ((("--log-dir", "text.txt", "--report-to", "tensorboard"), "text.txt"), ("logs", "has no effect")),
@@ -401,6 +411,8 @@ def folder(tmp_path: Path) -> Path:
         "damaged.csv": "a,b\n1,2\n", "rows.csv.gz": "x", "text.txt": "some text", "wrong.gguf": "GGU",
         "damaged.yaml": "a: [", "bad-prices.yaml": "currency: EUR\nper_gb_upp: 1", "unknown.yaml": "lr: 1",
         "rank.yaml": "peft_config: {rank: 8}",
+        "upper.yaml": "peft_config: {target_modules: [q_proj], layers_to_transform: [1]}",
+        "prompt.yaml": "peft_config: {peft_type: PROMPT_TUNING, num_virtual_tokens: 4}",
         "zero.yaml": "peft_config: {r: 0}", "other-plan.json": '{"what": "finetune", "steps": 1}',
         "bad-catalogue.yaml": "adapters: {x: {source: hf://a/b, digest: none}}",
         "catalogue.yaml": f"adapters: {{x: {{source: hf://a/b, digest: 'sha256:{'0' * 64}'}}}}",
@@ -416,6 +428,9 @@ def folder(tmp_path: Path) -> Path:
         "recorded/index.jsonl": '{"tenant": "acme"}', "recorded/manifest.json": "{}",
         "bad-recording/index.jsonl": "{", "bad-recording/manifest.json": "{}", "open-key": "sk-" + "x" * 30,
         "bad-key": "short", "front/server_cert.pem": "", "front/server_key.pem": "", "front/registry": "",
+        "plan.json": Bill("finetune", *[1] * 6, run="r", options={"seed": "7"}, mask="lattice").to_json(),
+        ".begun.checkpoints/run.json": '{"fingerprint": "r", "options": {"seed": "7"}}',
+        ".begun.checkpoints/checkpoint-1/complete": "", ".spoilt.checkpoints/checkpoint-1/not-finite": "",
         "bad-state/ca.pem": "x", "bad-state/ca_key.pem": "x", "bad-state/tenants.json": "x",
     })  # fmt: skip
     (tmp_path / "empty").mkdir()

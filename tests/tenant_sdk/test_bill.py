@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import random
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -447,18 +448,21 @@ def test_a_saved_plan_holds_for_its_run_alone(provider: ScriptedProvider, tmp_pa
         provider.forget_calls()
         for data, config, options, expected in (
             (ROWS[1:], lora(), {}, "changed since: the data; nothing was sent"),
-            (ROWS, lora(r=2), {}, "changed since: the adapter's settings; nothing was sent"),
-            (ROWS, lora(), {"max_steps": 4}, "changed since: the options; nothing was sent"),
-            (ROWS, lora(), {"truncation": "truncate"}, "changed since: the options; nothing was sent"),
-            (ROWS[1:], lora(r=2), {}, "changed since: the data, the adapter's settings; nothing was sent"),
+            (ROWS, lora(r=2), {}, "changed since: r of peft_config is 2, the plan's is 4; nothing was sent"),
+            (ROWS, lora(), {"max_steps": 4}, "since: max_steps (--max-steps) is 4, the plan's is 3; nothing was sent"),
+            (ROWS, lora(), {"truncation": "truncate"}, "truncation (--truncation) is truncate, the plan's is refuse;"),
+            (ROWS[1:], lora(r=2), {}, "changed since: the data, r of peft_config is 2, the plan's is 4; nothing"),
         ):
-            with pytest.raises(ConfigurationError, match=expected):
+            with pytest.raises(ConfigurationError, match=re.escape(expected)):
                 client.finetune(data, config, tmp_path / "c", plan=path, **{**QUICKER, **options})
         with pytest.raises(ConfigurationError, match="provider has changed since"):
             client.finetune(ROWS, lora(), tmp_path / "c", plan=replace(bill, manifest="0" * 64), **QUICKER)
         assert provider.calls == []
         assert not (tmp_path / "c").exists()
-    with provider.client(mask="pad") as client, pytest.raises(ConfigurationError, match="the mask or its precision"):
+    with (
+        provider.client(mask="pad") as client,
+        pytest.raises(ConfigurationError, match=r"the mask \(--mask\) is pad, the plan's is off"),
+    ):
         client.finetune(ROWS, lora(), tmp_path / "c", plan=path, **QUICKER)
 
 

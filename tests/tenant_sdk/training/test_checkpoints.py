@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tenant_sdk.training.checkpoints import (
     checkpoints_folder,
     save_adapter,
 )
+from tenant_sdk.training.run_identity import RunIdentity
 from wire.errors import ConfigurationError
 
 
@@ -112,3 +114,36 @@ def test_the_old_adapter_comes_back_when_the_new_one_cannot_be_placed(
     save_adapter(_Model(), target)
     assert (target / "adapter_config.json").read_text() == "fresh"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_checkpoints_of_another_run_are_told_with_what_differs(tmp_path: Path) -> None:
+    then, now = RunIdentity(options={"seed": "1", "max_steps": "6"}), RunIdentity(options={"seed": "2"})
+    checkpoints = Checkpoints(tmp_path / ".out.checkpoints")
+    checkpoints.check(None, then)
+    assert not checkpoints.folder.exists()
+    with pytest.raises(ConfigurationError, match="there is no complete checkpoint"):
+        checkpoints.check(True, then)
+    checkpoints.open("run", None, then)
+    (checkpoints.folder / "checkpoint-1").mkdir()
+    checkpoints.check(None, now)  # nothing of it would be lost
+    (checkpoints.folder / "checkpoint-1" / "complete").touch()
+    checkpoints.check(True, then)
+    checkpoints.check(False, now)
+    for call in (lambda: checkpoints.check(None, now), lambda: checkpoints.open("other", None, now)):
+        with pytest.raises(ConfigurationError, match=r"settings \(seed \(--seed\) is 2, theirs is 1\): pass resume"):
+            call()
+    with pytest.raises(ConfigurationError, match="with other data or settings: pass resume"):
+        checkpoints.open("other", None, then)
+    (checkpoints.folder / "run.json").write_text(json.dumps({"fingerprint": "run"}))  # of an earlier release
+    checkpoints.check(None, now)
+    assert checkpoints.open("run", None, then) == checkpoints.folder / "checkpoint-1"
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"fingerprint": 1, "options": "x"}', "[" * 100_000])
+def test_a_damaged_description_of_a_run_is_that_of_another(tmp_path: Path, content: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "complete").touch()
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ConfigurationError, match="with other data or settings: pass resume"):
+        checkpoints.open("run", None)
