@@ -45,8 +45,8 @@ def read_address(url: str, has_identity: bool) -> tuple[str, str, int]:
         has_identity: whether the tenant has an identity for this provider.
 
     Raises:
-        ConfigurationError: the URL has another scheme, no host, or more than host and port; an identity is missing; or
-            plain text would go to another machine.
+        ConfigurationError: the URL has another scheme, no host, or more than host and port; an identity is missing, or
+            is given beside plain text; or plain text would go to another machine.
     """
     try:
         parts = urlsplit(url)
@@ -60,4 +60,9 @@ def read_address(url: str, has_identity: bool) -> tuple[str, str, int]:
         raise ConfigurationError("a grpcs:// URL needs an identity, the folder that `provider enroll` made")
     if parts.scheme == "grpc" and not is_loopback(host):
         raise ConfigurationError("grpc:// without TLS is for loopback only: use grpcs://")
+    if parts.scheme == "grpc" and has_identity:
+        raise ConfigurationError(
+            "a grpc:// URL is without TLS, so an identity (--identity) would say nothing to the provider: leave it "
+            "out, or use grpcs:// for a provider that was started with --tls"
+        )
     return parts.scheme, host, port
