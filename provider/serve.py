@@ -18,6 +18,7 @@ from provider.config import ProviderSettings
 from provider.model.load import resolve
 from provider.net.descriptors import raise_file_limit
 from provider.parallel.environment import rank_here
+from runtime.files import nearest_there, why_not_writable
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -450,13 +451,13 @@ def check_folders(settings: ProviderSettings, state: StateDir | FrontIdentity | 
 
 def _check_made(folder: Path, what: str, with_parents: bool) -> None:
     """Raises ConfigurationError if a folder can neither be written to nor be made."""
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    there = nearest_there(folder)
     if not there.is_dir():
         raise ConfigurationError(f"{what}: {there} is no folder")
     if there not in (folder, folder.parent) and not with_parents:
         raise ConfigurationError(f"{what}: there is no folder {folder.parent}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{what}: {there} cannot be written to")
+    if reason := why_not_writable(there):
+        raise ConfigurationError(f"{what}: {reason}")
 
 
 def _can_listen(host: str, port: int) -> bool:

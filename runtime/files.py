@@ -1,10 +1,12 @@
-"""This module writes files that survive a crash, and locks folders."""
+"""This module writes files that survive a crash, locks folders, and tells before work is done whether there is a place
+for files."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +46,23 @@ def locked_folder(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(held)
+
+
+def why_not_writable(folder: Path) -> str:
+    """Returns why nothing can be made in a folder that is there, in words; an empty text if something can.
+
+    It makes an empty folder and removes it, since permissions say nothing of a file system that takes no new files,
+    such as /proc or one that is mounted to be read only, and nothing at all to the superuser.
+    """
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return "permission denied"
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=folder, prefix=".veilbase-"))
+    except OSError as exc:
+        return f"nothing can be made in {str(folder)!a} ({exc.strerror or type(exc).__name__})"
+    return ""
+
+
+def nearest_there(path: Path) -> Path:
+    """Returns the first of a path and the folders around it that is there, which may be a link to nothing."""
+    return next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))

@@ -23,6 +23,7 @@ from runtime.command_line import nearest
 from tenant_sdk.identity import endpoints_of
 from tenant_sdk.keep import KEEP_DTYPES, check_keep_dtype, read_keep
 from tenant_sdk.text.rows import bucket_tokens
+from tenant_sdk.trust.bundle import check_cache
 from tenant_sdk.trust.local_files import check_path, no_such
 from tenant_sdk.trust.pins import PARTS
 from wire.built_in import BUILT_IN
@@ -247,6 +248,7 @@ def check_early(
     _accepted(accept_changes)
     kept = read_keep(keep, _has_weights(urls, verify))
     check_keep_dtype(keep_dtype, kept, verify is not None)
+    check_cache()
     bucket_tokens(False if pad_rows is None else pad_rows)
     for what, name in (("checkpoint", verify), ("tokenizer", tokenizer)):
         if name is not None:

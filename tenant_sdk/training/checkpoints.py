@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from noise.disk.private_files import FILE_MODE, make_private, make_private_folder, take_over_rights, write_private
+from runtime.files import nearest_there, why_not_writable
 from tenant_sdk.training.run_identity import RunIdentity
 from wire.errors import ConfigurationError
 
@@ -215,6 +216,8 @@ def check_output(output_dir: Path, overwrite: bool) -> None:
             f"expected a name of at most {most} bytes for the adapter's folder (--output), {num_bytes} came"
         )
     check_writable(output_dir, may_be_file=True)
+    if output_dir.is_dir():  # which is replaced as a whole
+        check_writable(output_dir.absolute().parent)
     check_replaceable(output_dir)
     if (output_dir / "adapter_config.json").exists() and not overwrite:
         raise ConfigurationError(
@@ -242,13 +245,13 @@ def check_writable(folder: Path, may_be_file: bool = False) -> None:
     elif len(os.fsencode(folder.absolute())) > _LONGEST_PATH_BYTES:
         shown, reason = f"{shown[:40]}...", f"it has more than {_LONGEST_PATH_BYTES} bytes"
     else:
-        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        there = nearest_there(folder)
         if there.is_symlink() and not os.path.exists(there):
             reason = f"{_shown(there)} is a link to nothing"
         elif not there.is_dir() and not (there == folder and may_be_file):
             reason = f"{_shown(there)} is no folder"
-        elif there.is_dir() and not os.access(there, os.W_OK | os.X_OK):
-            reason = "permission denied"
+        elif there.is_dir():
+            reason = why_not_writable(there)
     if reason:
         raise ConfigurationError(f"{shown} cannot be written: {reason}")
 
@@ -268,8 +271,9 @@ def check_writable_file(file: Path, what: str) -> None:
         raise ConfigurationError(f"there is no folder {_shown(folder)} for {what}")
     if file.is_dir():
         raise ConfigurationError(f"{_shown(file)} is a folder: name a file for {what}")
-    if len(os.fsencode(file.name)) > _LONGEST_NAME_BYTES or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{what} cannot be written to {_shown(file)[:300]}")
+    is_long = len(os.fsencode(file.name)) > _LONGEST_NAME_BYTES
+    if reason := "its name is too long" if is_long else why_not_writable(folder):
+        raise ConfigurationError(f"{what} cannot be written to {_shown(file)[:300]}: {reason}")
 
 
 def _shown(path: Path) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from noise.disk.private_files import make_private_folder
-from runtime.files import locked_folder
+from runtime.files import locked_folder, nearest_there, why_not_writable
 from wire.errors import ConfigurationError, MalformedFrame
 from wire.manifest import BundleFile, Manifest
 
@@ -39,6 +39,18 @@ _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
 def default_cache() -> Path:
     """Returns $VEILBASE_CACHE, or ~/.cache/veilbase if the variable is not set."""
     return Path(os.environ.get("VEILBASE_CACHE") or Path.home() / ".cache" / "veilbase")
+
+
+def check_cache() -> None:
+    """Raises ConfigurationError if there is no cache folder and none can be made. One that is there may be read only,
+    if all that a session needs is in it."""
+    folder = default_cache()
+    there = nearest_there(folder)
+    reason = "" if folder.is_dir() else why_not_writable(there) if there.is_dir() else f"{str(there)!a} is no folder"
+    if reason:
+        raise ConfigurationError(
+            f"the cache {str(folder)!a} cannot be made: {reason}; name another folder with VEILBASE_CACHE"
+        )
 
 
 def bundle_folder(manifest: Manifest, cache: Path | None = None) -> Path:

@@ -69,6 +69,7 @@ _IDENTITY: Values = (
     ("nowhere", "is not an identity"), ("text.txt", "is not an identity"), ("empty", "is not an identity"),
     ("bad-identity", "is not a certificate"), ("bad-usage", "cannot be read as usage"),
     (("--identity", "acme"), "an inproc: provider takes no identity"),
+    (("--identity", "acme", "--url", "grpc://127.0.0.1:1"), "a grpc:// URL is without TLS, so an identity"),
 )  # fmt: skip
 CONNECTION: Mapping[str, Values] = {
     "--url": (
@@ -157,6 +158,8 @@ OF_A_RUN: Mapping[str, Values] = {
         ("begun", "a run with other data or settings (seed (--seed) is 0, theirs is 7)"),
         (("--output", "fresh", "--resume"), "no complete checkpoint in .fresh.checkpoints"),
         (("--output", "spoilt"), "met a NaN or infinite value"),
+        ("/proc/x", "/proc/x cannot be written: nothing can be"),
+        ("/sys/x/y", "nothing can be made in '/sys'"),
     ),
     "--plan": (
         ("nowhere.json", "there is no plan"), ("empty", "cannot be read: Is a directory"), ("text.txt", "is no plan"),
@@ -165,7 +168,10 @@ OF_A_RUN: Mapping[str, Values] = {
         (("--plan", "plan.json", "--seed", "7", "--mask", "off"), "the mask (--mask) is off, the plan's is lattice"),
     ),
     "--report-to": (("wandb", "must be 'tensorboard' or None"),),
-    "--log-dir": ((("--log-dir", "text.txt", "--report-to", "tensorboard"), "text.txt"), ("logs", "has no effect")),
+    "--log-dir": (
+        (("--log-dir", "text.txt", "--report-to", "tensorboard"), "text.txt"),
+        (("--log-dir", "/proc/x", "--report-to", "tensorboard"), "nothing can be made in '/proc'"),
+        ("logs", "has no effect")),
     "--provider-wait": number(("-1", "must be a finite number of seconds"), ("inf", "must be a finite number")),
 }  # fmt: skip
 _MAX_NEW: Values = number(("0", "must be a positive whole number"), ("-1", "must be a positive whole number"))
@@ -187,7 +193,9 @@ STORE: Mapping[str, Values] = {
         (("--preload", "../adapters/there", "--adapters", "adapters"), "--preload must name adapters"),
         (("--preload", "y", "--catalogue", "catalogue.yaml"), "--preload must name adapters"),
     ),
-    "--adapter-cache": ((("--adapter-cache", "text.txt/x", "--adapters", "adapters"), "cannot be written"),),
+    "--adapter-cache": tuple(
+        (("--adapter-cache", name, "--adapters", "adapters"), "cannot be written") for name in ("text.txt/x", "/proc/x")
+    ),
 }  # fmt: skip
 _TLS: Values = (
     ("nowhere", "is not a file"), ("empty", "is not a file"),
@@ -234,14 +242,15 @@ SERVE: Mapping[str, Values] = {
     "--port": _PORT, "--tensor-port": setting("tensor_port", "-1", "65536"),
     "--ipc": (
         ("socket", "add --tls"), (("--tls", "--ipc", "text.txt"), "no folder"),
-        (("--tls", "--ipc", "nowhere/socket"), "no folder"),
+        (("--tls", "--ipc", "nowhere/socket"), "no folder"), (("--tls", "--ipc", "/proc/x"), "nothing can be made in"),
     ),
     "--names": (("a b", "names"), ("one", "needs --tls"), (("--tls", "--names", "a_b!"), "a DNS name")),
     "--state": ((("--tls", "--state", "text.txt"), "state"), (("--tls", "--state", "bad-state"), "tate")),
     **{name: _server_file(name) for name in _SERVER_FILES},
     "--registry-max-age-s": setting("registry_max_age_s", "0", "1e9", "nan"),
     "--weights": (("int4", "int8"),),
-    "--record": (("text.txt", "cannot record to"), ("recorded", "holds a recording already"), ("text.txt/x", "record")),
+    "--record": (("text.txt", "cannot record to"), ("recorded", "holds a recording already"), ("text.txt/x", "record"),
+        ("/proc/x", "cannot record to /proc/x: nothing can be made in '/proc'")),
     "--record-limit": setting("record_limit", "-1"),
     "--config": (
         ("nowhere", "found none"), ("empty", "found none"), ("damaged.yaml", "is not a YAML file"),
@@ -271,7 +280,8 @@ CASES: Mapping[tuple[str, str], Mapping[str, Values]] = {
     ("tenant", "finetune"): CONNECTION | RECIPE | OF_A_RUN,
     ("tenant", "plan"): {
         **CONNECTION, **RECIPE,
-        "--out": (("nowhere/plan.json", "there is no folder"), ("empty", "is a folder"), (LONG, "at most")),
+        "--out": (("nowhere/plan.json", "there is no folder"), ("empty", "is a folder"), (LONG, "at most"),
+            ("/proc/plan.json", "nothing can be made in '/proc'")),
         "--price-per-gb": number(("-1", "equal to 0"), ("inf", "a finite number")),
         "--price-per-hour": number(("-1", "equal to 0"), ("inf", "a finite number")),
     },
@@ -288,11 +298,11 @@ CASES: Mapping[tuple[str, str], Mapping[str, Values]] = {
     ("tenant", "chat"): CONNECTION | STORE | {"--max-new-tokens": _MAX_NEW},
     ("tenant", "serve"): CONNECTION | STORE | ENDPOINT,
     ("tenant", "explain"): CONNECTION,
-    ("tenant", "status"): {"--identity": _IDENTITY[:-1]},
+    ("tenant", "status"): {"--identity": _IDENTITY[:-2]},
     ("provider", "serve"): SERVE,
     ("provider", "enroll"): {
         "name": (*_NAME, ("acme", "has a valid certificate")),
-        "--out": (("acme", "found an identity"), ("text.txt/x", "expected to write")),
+        "--out": (("acme", "found an identity"), ("text.txt/x", "expected to write"), ("/proc/x", "expected to write")),
         "--state": (("text.txt", "text.txt"), ("bad-state", "bad-state")),
         "--days": number(("0", "a lifetime"), ("1000000", "a lifetime")),
         "--endpoint": (("http://host", "grpcs://host:8443"), ("", "grpcs://host:8443")),
@@ -335,7 +345,8 @@ CASES: Mapping[tuple[str, str], Mapping[str, Values]] = {
             ("acme", "--tenant is for --view"),
             (("--view", "recorded", "--model", "model", "--tenant", "acm"), "there are acme"),
         ),
-        "--out": (("text.txt", "cannot read or write"), ("text.txt/x", "cannot read or write")),
+        "--out": (("text.txt", "cannot read or write"), ("text.txt/x", "cannot read or write"),
+            ("/proc/x", "cannot read or write")),
     },
 }  # fmt: skip
 """The wrong values of each option, by program and command."""

@@ -4,6 +4,7 @@ its own. tests/runtime/test_early_errors.py has every option of every command.""
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def taken() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def told(folder: Path, command: str, url: str = "", heavy: set[str] = HEAVY) -> str:
+def told(folder: Path, command: str, url: str = "", heavy: set[str] = HEAVY, **variables: str) -> str:
     """Runs a command of `tenant`, by default against a model that is there, and returns the line that it ends with."""
     words = [*command.split(), *([] if "--url" in command else ["--url", url or f"inproc:{folder}"])]
     run = subprocess.run(
@@ -59,6 +60,7 @@ def told(folder: Path, command: str, url: str = "", heavy: set[str] = HEAVY) -> 
         capture_output=True,
         text=True,
         timeout=100,
+        env={**os.environ, **variables},
     )
     assert run.returncode == 0, run.stderr
     (line,) = run.stderr.splitlines()
@@ -156,3 +158,10 @@ def test_a_socket_without_a_provider_is_told_before_torch_is_loaded(folder: Path
         left.bind(str(folder / "sockets" / "veilbase.sock"))
     line = told(folder, "explain --identity acme", f"ipc:{folder / 'sockets'}")
     assert "its socket is left from one that has ended; start it again" in line
+
+
+@pytest.mark.parametrize("cache", ["/proc/x", "rows.jsonl/x"])
+def test_a_cache_that_cannot_be_made_is_told_before_torch_is_loaded(folder: Path, cache: str) -> None:
+    line = told(folder, "generate hi", VEILBASE_CACHE=cache)
+    assert line.startswith(f"tenant: the cache '{cache}' cannot be made: ")
+    assert line.endswith("; name another folder with VEILBASE_CACHE")
