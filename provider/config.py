@@ -346,16 +346,21 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     except ValidationError as exc:  # `from None`: the exception's text quotes the value.
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"] if not _is_literal(part)) or "the settings"
-        file = _file_of(str(next(iter(first["loc"]), "")), prefix, flags, config)
+        place = _place_of(str(next(iter(first["loc"]), "")), prefix, flags, config)
         if first["type"] == "extra_forbidden":
             known = kind.model_fields if len(first["loc"]) == 1 else TenantLimits.model_fields
             raise ConfigurationError(
-                f"{file}{ascii(where)[:100]} is no setting{_instead(str(first['loc'][-1]), known)}"
+                f"{place}{ascii(where)[:100]} is no setting{_instead(str(first['loc'][-1]), known)}"
             ) from None
-        raise ConfigurationError(f"{file}setting {where}: {_tried(exc, first)}") from None
-    except SettingsError:  # A variable is not JSON; the exception's text quotes it.
+        raise ConfigurationError(f"{place}setting {where}: {_tried(exc, first)}") from None
+    except (
+        SettingsError
+    ) as exc:  # A variable is not JSON; the exception's text names the setting, and its cause quotes it.
+        found = re.search(r'field "(\w+)"', str(exc))
+        name = f"{prefix}{found[1]}".upper() if found else f"of {prefix}* that holds more than one value"
         raise ConfigurationError(
-            f"an environment variable of {prefix}* that holds more than one value is not JSON"
+            f"the environment variable {name} is not JSON, in which a setting of several values is written: "
+            "docs/operations.md has an example"
         ) from None
     except yaml.MarkedYAMLError as exc:  # The exception's text quotes the file.
         line = "" if exc.problem_mark is None else f", see line {exc.problem_mark.line + 1}"
@@ -380,12 +385,14 @@ def _tried(exc: ValidationError, first: ErrorDetails) -> str:
     return " or ".join(texts) if any(map(_is_literal, first["loc"])) else plain_message(first["msg"])
 
 
-def _file_of(name: str, prefix: str, flags: dict[str, Any], config: Path | None) -> str:
-    """Returns the beginning of an error's text that names the file of a setting's value; an empty text if the value is
-    that of a flag or of an environment variable, which take precedence."""
-    variables = {each.lower() for each in os.environ} - {each.lower() for each in service_variables()}
-    is_of_file = config is not None and flags.get(name) is None and f"{prefix}{name}".lower() not in variables
-    return f"{config}: " if is_of_file else ""
+def _place_of(name: str, prefix: str, flags: dict[str, Any], config: Path | None) -> str:
+    """Returns the beginning of an error's text that names the environment variable or the file of a setting's value; an
+    empty text if the value is that of a flag, which takes precedence."""
+    if flags.get(name) is not None:
+        return ""
+    variables = [each for each in os.environ if each not in service_variables()]
+    given = [each for each in variables if each.lower() == f"{prefix}{name}".lower()]
+    return f"the environment variable {given[0]}: " if given else "" if config is None else f"{config}: "
 
 
 def service_variables() -> set[str]:

@@ -18,6 +18,7 @@ from provider.config import ProviderSettings
 from provider.model.load import resolve
 from provider.net.descriptors import raise_file_limit
 from provider.parallel.environment import rank_here
+from runtime.compiled import unknown_kernels
 from runtime.files import nearest_there, why_not_writable
 from wire.errors import ConfigurationError
 
@@ -62,6 +63,8 @@ def serve(settings: ProviderSettings) -> None:
         VeilbaseError: the provider cannot start; the message says what the operator has to change.
         SystemExit: a signal has ended the provider.
     """
+    if reason := unknown_kernels():
+        raise ConfigurationError(reason)
     settings.check_exposure()
     settings.check_front()
     settings.check_shards()

@@ -21,6 +21,19 @@ Signature = tuple[Sequence[Any], Any]
 """The types of a function's arguments, and the type of its result, which is None if the function returns nothing."""
 
 
+VARIABLE = "VEILBASE_KERNELS"
+_VALUES = ("none", "avx2")
+
+
+def unknown_kernels() -> str:
+    """Returns the error text for a value of the environment variable that is none of those that there are; an empty
+    text if it is one, or is not set."""
+    given = os.environ.get(VARIABLE, "")
+    if given in ("", *_VALUES):
+        return ""
+    return f"the environment variable {VARIABLE} is {' or '.join(_VALUES)}, or left out, got {ascii(given)[:40]}"
+
+
 def load(file: Path, version: tuple[str, int], usable: str, functions: Mapping[str, Signature]) -> ctypes.CDLL | None:
     """Loads a library and declares the signatures of its functions.
 
@@ -35,7 +48,7 @@ def load(file: Path, version: tuple[str, int], usable: str, functions: Mapping[s
         The library; None if VEILBASE_KERNELS is `none`, if the file cannot be loaded, has another version or lacks a
         function, or if the processor lacks what the code needs.
     """
-    if os.environ.get("VEILBASE_KERNELS", "") == "none":
+    if os.environ.get(VARIABLE, "") == "none":
         return None
     try:
         library = ctypes.CDLL(str(file))

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from noise.options import MASKS, RING_ONLY, check_hints, check_num_providers, check_options, check_precision
 from noise.params import choose
 from runtime.command_line import nearest
+from runtime.compiled import unknown_kernels
 from tenant_sdk.identity import endpoints_of
 from tenant_sdk.keep import KEEP_DTYPES, check_keep_dtype, read_keep
 from tenant_sdk.text.rows import bucket_tokens
@@ -28,8 +29,9 @@ from tenant_sdk.trust.local_files import check_path, no_such
 from tenant_sdk.trust.pins import PARTS
 from wire.built_in import BUILT_IN
 from wire.errors import ConfigurationError
-from wire.model_files import existing
+from wire.model_files import check_hub_answers, existing, is_cached
 from wire.transport.address import not_a_url, read_address
+from wire.transport.busy_poll import tenants_most_s
 from wire.transport.identity import load_identity
 from wire.transport.ipc import folder as ipc
 
@@ -223,7 +225,7 @@ def check_early(
     accept_changes: Sequence[str], peer_uid: int | None, keep: Sequence[str] | None = None,
     keep_dtype: str = KEEP_DTYPES[0],
 ) -> None:  # fmt: skip
-    """Checks a command's options as far as that is possible without torch and without the network, so that a mistake is
+    """Checks a command's options as far as that is possible without torch and without a provider, so that a mistake is
     told at once. It says nothing that `make_plan` and a session would not say later.
 
     Args:
@@ -249,6 +251,9 @@ def check_early(
     kept = read_keep(keep, _has_weights(urls, verify))
     check_keep_dtype(keep_dtype, kept, verify is not None)
     check_cache()
+    tenants_most_s()
+    if reason := unknown_kernels():
+        raise ConfigurationError(reason)
     bucket_tokens(False if pad_rows is None else pad_rows)
     for what, name in (("checkpoint", verify), ("tokenizer", tokenizer)):
         if name is not None:
@@ -265,7 +270,8 @@ def _has_weights(urls: Sequence[str], verify: str | Path | None) -> bool:
 
 def _check_there(what: str, name: str) -> None:
     """Raises ConfigurationError if a name is neither a built-in one nor a path with what is expected there, and cannot
-    be a hub id either, or is one that is not cached here while downloads are forbidden."""
+    be a hub id either, or is one that is not cached here and cannot be downloaded: that is forbidden, or there is no
+    way to the hub."""
     if name in BUILT_IN:
         BUILT_IN[name].find()
         return
@@ -274,9 +280,11 @@ def _check_there(what: str, name: str) -> None:
         return
     if HUB_ID.fullmatch(name) is None:
         raise no_such(what, name)
-    from huggingface_hub.constants import HF_HUB_CACHE, is_offline_mode
+    from huggingface_hub.constants import is_offline_mode
 
-    if is_offline_mode() and not Path(HF_HUB_CACHE, "models--" + name.partition("@")[0].replace("/", "--")).is_dir():
+    if not is_offline_mode():
+        check_hub_answers(what, name)
+    elif not is_cached(name):
         raise ConfigurationError(not_cached(what, name))
 
 

@@ -1,5 +1,5 @@
 """This module tells, without loading a model, whether the files that a user names can be those of a model: a GGUF file,
-or a Hugging Face folder. Both ends ask it before they load torch, which takes seconds.
+a Hugging Face folder, or a hub id. Both ends ask it before they load torch, which takes seconds.
 
 Guarantees: of a file only its beginning is read, at most 4 MiB. Not guaranteed: that a model can be loaded from what is
 accepted here.
@@ -73,6 +73,59 @@ def check_safetensors(file: Path) -> None:
     length = int.from_bytes(start[:8], "little")
     if start[8:] != b"{" or length > file.stat().st_size - 8:
         raise ConfigurationError(f"{_shown(file)} is damaged: expected a safetensors file")
+
+
+HUB_S = 5.0
+"""The seconds that a hub may take to say that it can be reached; a slow one is left to the download."""
+_UNREACHABLE = frozenset({"ConnectError", "ConnectTimeout", "ConnectionError"})
+"""The names of errors of HTTP libraries, one of which huggingface_hub uses, for a connection that was not made."""
+
+
+def is_cached(hub_id: str) -> bool:
+    """Returns whether any file of `owner/model[@revision]` is cached here."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE, "models--" + hub_id.partition("@")[0].replace("/", "--")).is_dir()
+
+
+def check_hub_answers(what: str, hub_id: str) -> None:
+    """Checks that the hub can be reached from which a model is to be downloaded that is not cached here. Whether it has
+    the model is found out by the download.
+
+    Args:
+        what: what the model is to the user, such as "checkpoint".
+        hub_id: its hub id.
+
+    Raises:
+        ConfigurationError: no connection to the hub can be made.
+    """
+    if is_cached(hub_id):
+        return
+    from huggingface_hub import get_session
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        get_session().head(ENDPOINT, timeout=HUB_S)
+    except Exception as exc:  # noqa: BLE001 - the classes are those of a library that huggingface_hub chooses
+        if _UNREACHABLE & {each.__name__ for each in type(exc).__mro__}:
+            raise ConfigurationError(not_from_hub(what, hub_id, exc)) from None
+
+
+def not_from_hub(what: str, hub_id: str, exc: Exception) -> str:
+    """Returns the error text for a model that the hub did not give although HF_HUB_OFFLINE=0 allows downloads."""
+    advice = next(
+        (_HUB_ADVICE[each.__name__] for each in type(exc).__mro__ if each.__name__ in _HUB_ADVICE),
+        "the hub cannot be reached: check the network, or name a folder or a GGUF file on this machine",
+    )
+    return f"the {what} {hub_id[:200]!r} is not cached here, HF_HUB_OFFLINE=0 allows its download, and {advice}"
+
+
+_HUB_ADVICE = {
+    "GatedRepoError": "the hub gives it to known users only: accept its terms there, and set HF_TOKEN",
+    "RevisionNotFoundError": "the hub has no such revision of it: check what stands after the @",
+    "RepositoryNotFoundError": "the hub has no such model, or a private one: check its name, or set HF_TOKEN",
+}
+"""What is to be done about an error of huggingface_hub, by its class."""
 
 
 def _start(file: Path, num_bytes: int) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 
 from wire.built_in import BUILT_IN, BuiltIn
 from wire.errors import ConfigurationError
-from wire.model_files import check_config, check_gguf, existing, is_gguf_name
+from wire.model_files import check_config, check_gguf, check_hub_answers, existing, is_cached, is_gguf_name
 
 DEFAULT_MODEL = "smollm2-135m"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
@@ -58,7 +58,7 @@ def resolve(model: str) -> ModelSource:
     Raises:
         ConfigurationError: `model` is none of these, the built-in model is not installed, the file is no GGUF file, the
             folder has no config.json or a damaged one, or HF_HUB_OFFLINE forbids the download of a hub id that is not
-            cached. Whether a hub id exists is found out by `load`.
+            cached, or there is no way to the hub. Whether a hub id exists is found out by `load`.
     """
     if model in BUILT_IN:
         file = BUILT_IN[model].find()
@@ -73,7 +73,9 @@ def resolve(model: str) -> ModelSource:
     # A name without an owner is most often a typing mistake, and to look it up takes a minute offline.
     if "/" not in model or _HUB_ID.fullmatch(model) is None or path is not None:
         raise _unknown(model)
-    if _is_offline() and not _is_cached(model):
+    if not _is_offline():
+        check_hub_answers("model", model)
+    elif not is_cached(model):
         raise _not_cached(model)
     return ModelSource(model, model)
 
@@ -83,13 +85,6 @@ def _is_offline() -> bool:
     from huggingface_hub.constants import is_offline_mode
 
     return bool(is_offline_mode())
-
-
-def _is_cached(hub_id: str) -> bool:
-    """Returns whether any file of a hub id is cached here."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE, "models--" + hub_id.replace("/", "--")).is_dir()
 
 
 def _not_cached(hub_id: str) -> ConfigurationError:

@@ -64,7 +64,7 @@ from tenant_sdk.trust.local_files import (
 from wire.built_in import BUILT_IN
 from wire.errors import ConfigurationError, InvalidTensor, VeilbaseError, VerificationFailed
 from wire.manifest import GroupInfo, LayerInfo, Manifest
-from wire.model_files import existing, is_gguf_name
+from wire.model_files import existing, is_gguf_name, not_from_hub
 from wire.prepared import LayerKind, PreparedLayer, PreparedStore, StoreKey, open_store, prepare_layer, writing
 from wire.ring.quantise import digest
 
@@ -557,10 +557,7 @@ def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "chec
     except (OSError, ValueError) as exc:
         if is_offline_mode():
             raise ConfigurationError(not_cached(what, name)) from exc
-        raise ConfigurationError(
-            f"the {what} {name[:200]!r} is neither a path nor cached here nor to be had from the hub "
-            f"({type(exc).__name__})"
-        ) from exc
+        raise ConfigurationError(not_from_hub(what, name, exc)) from exc
     return Path(str(found))
 
 

@@ -160,8 +160,30 @@ def test_a_socket_without_a_provider_is_told_before_torch_is_loaded(folder: Path
     assert "its socket is left from one that has ended; start it again" in line
 
 
-@pytest.mark.parametrize("cache", ["/proc/x", "rows.jsonl/x"])
-def test_a_cache_that_cannot_be_made_is_told_before_torch_is_loaded(folder: Path, cache: str) -> None:
-    line = told(folder, "generate hi", VEILBASE_CACHE=cache)
-    assert line.startswith(f"tenant: the cache '{cache}' cannot be made: ")
-    assert line.endswith("; name another folder with VEILBASE_CACHE")
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("VEILBASE_CACHE", "/proc/x", "the cache '/proc/x' cannot be made: nothing can be made in '/proc'"),
+        ("VEILBASE_CACHE", "rows.jsonl/x", "rows.jsonl' is no folder"),
+        ("VEILBASE_KERNELS", "avx3", "is none or avx2, or left out, got 'avx3'"),
+        ("VEILBASE_BUSY_POLL_MS", "x", "must be a number of milliseconds from 0 to 10, got 'x'"),
+    ],
+)
+def test_a_wrong_variable_is_named_before_torch_is_loaded(folder: Path, name: str, value: str, expected: str) -> None:
+    line = told(folder, "generate hi", **{name: value})
+    assert expected in line
+    assert name in line
+
+
+@pytest.mark.parametrize("command", ["explain --verify owner/model", "explain --tokenizer owner/model@main"])
+def test_a_hub_that_cannot_be_reached_is_told_before_torch_is_loaded(folder: Path, command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    variables = {
+        "HF_HUB_OFFLINE": "0",
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        "HF_HOME": str(folder),
+        "no_proxy": "*",
+    }
+    line = told(folder, command, **variables)
+    assert "is not cached here, HF_HUB_OFFLINE=0 allows its download, and the hub cannot be reached: check the" in line

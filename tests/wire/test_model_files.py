@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import errors
 
 from wire.errors import ConfigurationError
-from wire.model_files import check_config, check_gguf, check_json_object, check_safetensors, existing
+from wire.model_files import (
+    check_config,
+    check_gguf,
+    check_hub_answers,
+    check_json_object,
+    check_safetensors,
+    existing,
+    not_from_hub,
+)
 
 SECRET = "hunter2"
 HEADER = (2).to_bytes(8, "little")
@@ -73,3 +85,55 @@ def test_names_that_are_no_paths_name_nothing(tmp_path: Path, monkeypatch: pytes
     assert existing("~/here") == tmp_path / "here"
     for name in ("", "none", "x" * 300, "a\0b", "~no-such-user-here/x", f"here{os.sep}" * 2000):
         assert existing(name) is None, name[:20]
+
+
+# ---- hub ids ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(
+        ConfigurationError, match=r"the model 'a/b' is not cached here, .* the hub cannot be reached: ch"
+    ):
+        check_hub_answers("model", "a/b")
+    (tmp_path / "models--a--b").mkdir()
+    check_hub_answers("model", "a/b@main")
+
+
+def test_a_hub_that_answers_anything_is_left_to_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a mirror that refuses the question."""
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_error(403)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        check_hub_answers("model", "a/b")
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (errors.GatedRepoError, "set HF_TOKEN"), (errors.RepositoryNotFoundError, "no such model"),
+        (errors.RevisionNotFoundError, "after the @"), (errors.LocalEntryNotFoundError, "check the network"),
+        (OSError, "check the network"),
+    ],
+)  # fmt: skip
+def test_what_the_hub_did_not_give_is_told_without_the_name_of_a_class(kind: type[Exception], expected: str) -> None:
+    told = not_from_hub("checkpoint", "owner/model", kind.__new__(kind))
+    assert expected in told
+    assert "HF_HUB_OFFLINE=0" in told
+    assert "Error" not in told

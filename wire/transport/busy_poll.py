@@ -66,7 +66,10 @@ def tenants_most_s() -> float:
     except ValueError:
         most_s = -1.0
     if not 0 <= most_s <= LONGEST_S:
-        raise ConfigurationError(f"{VARIABLE} must be a number of milliseconds from 0 to {1000 * LONGEST_S:.0f}")
+        raise ConfigurationError(
+            f"the environment variable {VARIABLE} must be a number of milliseconds from 0 to {1000 * LONGEST_S:.0f}, "
+            f"got {ascii(text)[:40]}"
+        )
     return most_s
 
 

@@ -313,8 +313,24 @@ def test_tenants_limits_come_from_the_file_or_the_environment(tmp_path: Path, mo
     assert Admission(load_settings({}).tenant_limits).weight_of("acme") == 3
     assert Admission(load_settings({}).tenant_limits).weight_of("other") == 1
     monkeypatch.setenv("VEILBASE_PROVIDER_TENANT_LIMITS", "{acme: 3")
-    with pytest.raises(ConfigurationError, match=r"VEILBASE_PROVIDER_\*.* not JSON"):
+    with pytest.raises(ConfigurationError, match=r"variable VEILBASE_PROVIDER_TENANT_LIMITS is not JSON"):
         load_settings({})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("THREADS", "many"), ("threads", "0"), ("TENANT_LIMITS", '{"a": {"x": 1}}')]
+)
+def test_a_wrong_value_of_a_variable_is_told_with_its_name(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "provider.yaml").write_text("port: 1\n")
+    monkeypatch.setenv(f"VEILBASE_PROVIDER_{name}", value)
+    with pytest.raises(ConfigurationError, match=f"^the environment variable VEILBASE_PROVIDER_{name}: ") as caught:
+        load_settings({}, tmp_path / "provider.yaml")
+    assert value not in str(caught.value) or value == "0"
+    if name != "TENANT_LIMITS":
+        with pytest.raises(ConfigurationError, match=r"^setting threads: "):
+            load_settings({"threads": "-1"}, tmp_path / "provider.yaml")
 
 
 @pytest.mark.parametrize(
