@@ -23,7 +23,7 @@ from runtime.command_line import to_stderr, told_if_slow
 from tenant_sdk import embedded
 from tenant_sdk.endpoint.settings import OPTION_KINDS, EndpointKeywords, EndpointSettings
 from tenant_sdk.explain import ONLY_IN_USE, bit_range, explain, not_in_use, problem_of_text, show
-from tenant_sdk.keep import KEEP_DTYPES
+from tenant_sdk.keep import KEEP_DTYPES, spoken_keep
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
 from tenant_sdk.model.send import RemoteExecutor
 from tenant_sdk.options import names_keywords, takes_options
@@ -381,6 +381,8 @@ class TenantClient:
 
         chosen = finetune_options(options)
         planned = self._load_plan(plan)
+        if planned is not None:
+            self._check_early(planned, chosen)
         estimates: list[Bill] = []
 
         def before_run(prepared: Prepared) -> None:
@@ -395,6 +397,13 @@ class TenantClient:
         for each in estimates:
             to_stderr(each.compared(result))
         return result
+
+    def _check_early(self, planned: Bill, options: FinetuneOptions) -> None:
+        """Compares a plan with what is known of a run before the provider and the data are looked at."""
+        from tenant_sdk.training.run_identity import RunIdentity
+
+        known = RunIdentity.of_options(options, self.bucket)
+        planned.check_known(known, mask=self.mask, keep=spoken_keep(self.keep))
 
     @staticmethod
     def _load_plan(plan: Bill | str | Path | None) -> Bill | None:

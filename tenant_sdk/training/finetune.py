@@ -244,9 +244,10 @@ def finetune(
     if options.report_to is not None:
         check_report_to(options.report_to)
         check_writable(Path(options.log_dir or logs_folder(output_dir)))
+    checkpoints = Checkpoints(checkpoints_folder(output_dir))
+    checkpoints.check(options.resume, RunIdentity.of_options(options, session.bucket))
     prepared = prepare(session, data, peft_config, options)
     before_run(prepared)
-    checkpoints = Checkpoints(checkpoints_folder(output_dir))
     start = checkpoints.open(prepared.run_id, options.resume, prepared.identity)
     run = Run(session, prepared, checkpoints, output_dir, on_step=on_step, start=start)
     before, began = session.traffic, time.monotonic()

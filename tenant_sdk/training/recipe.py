@@ -45,7 +45,7 @@ from tenant_sdk.training.adapted_modules import (
 )
 from tenant_sdk.training.checkpoints import Checkpoints, check_output, check_writable, checkpoints_folder
 from tenant_sdk.training.dataset import are_preferences, check_alike, load_rows, num_held_back, one_line, source_of
-from tenant_sdk.training.run_identity import RunIdentity, data_part, named_options, texts
+from tenant_sdk.training.run_identity import RunIdentity, data_part, texts
 from tenant_sdk.training.settings import DROP, NO_TENSORBOARD, NO_TRL, FinetuneOptions
 from tenant_sdk.trust.bundle import bundle_folder
 from wire.errors import ConfigurationError
@@ -299,11 +299,8 @@ def check_recipe_early(recipe: Any, is_run: bool = True) -> None:
         _check_written(recipe, options)
     found = _check_data(recipe.data, options)
     if is_run:
-        check_same_run(recipe, RunIdentity(found, texts(_named(recipe, options)), texts(_sizes(recipe))))
-
-
-def _named(recipe: Any, options: FinetuneOptions) -> dict[str, Any]:
-    return named_options(options, bucket_tokens(False if recipe.pad_rows is None else recipe.pad_rows))
+        named = RunIdentity.of_options(options, bucket_tokens(recipe.pad_rows or False))
+        check_same_run(recipe, RunIdentity(found, named.options, texts(_sizes(recipe))))
 
 
 def _sizes(recipe: Any) -> dict[str, Any]:

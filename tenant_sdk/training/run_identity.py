@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenant_sdk.options import flag_of
-from tenant_sdk.training.settings import REFUSE, FinetuneOptions
+from tenant_sdk.training.settings import FinetuneOptions
 
 PARTS = {
     "data": "the data", "tokenizer": "the tokenizer", "adapter": "the adapter's settings", "options": "the options",
@@ -64,9 +64,19 @@ class RunIdentity:
                 "data": _digest(rows), "tokenizer": _digest(data["tokenizer"]), "adapter": _digest(peft_config),
                 "options": _digest({**options.identity(), **cut}),
             },
-            texts({**named_options(options, cut["bucket"]), **fitted}),
+            {**cls.of_options(options, cut["bucket"]).options, **texts(fitted)},
             texts(peft_config),
         )  # fmt: skip
+
+    @classmethod
+    def of_options(cls, options: FinetuneOptions, bucket: int | None) -> RunIdentity:
+        """Returns what is known of a run's identity by its options alone.
+
+        Args:
+            options: all options.
+            bucket: the number of tokens to which rows are padded; None if they are not padded.
+        """
+        return cls(options=texts({**options.identity(), "pad_rows": bucket, "truncation": options.truncation}))
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> RunIdentity:
@@ -92,17 +102,6 @@ class RunIdentity:
         others = [PARTS[name] for name, _, _ in _changed(self.parts, now.parts) if name in PARTS and not told.get(name)]
         more = [f"{len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
         return ", ".join([*others, *named[:_MOST_NAMED], *more])
-
-
-def named_options(options: FinetuneOptions, bucket: int | None) -> dict[str, Any]:
-    """Returns the options whose values identify a run, by name: those of `FinetuneOptions.identity`, and those that say
-    how its rows are cut and padded.
-
-    Args:
-        options: all options.
-        bucket: the number of tokens to which rows are padded; None if they are not padded.
-    """
-    return {**options.identity(), "pad_rows": bucket, "truncation": options.truncation or REFUSE}
 
 
 def data_part(rows: list[dict[str, Any]], eval_rows: list[dict[str, Any]]) -> dict[str, str]:
