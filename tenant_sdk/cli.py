@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -173,16 +173,15 @@ def _client(
     keep: list[str] | None,
     keep_dtype: str | None,
     check: Callable[[], None] = lambda: None,
-    check_offer: Callable[[Manifest, Callable[[str], bytes]], None] = lambda manifest, beginning: None,
+    check_offer: Callable[[_Offer], None] = lambda offer: None,
     before_waiting: Callable[[], None] = lambda: None,
 ) -> TenantClient:
     """Returns a client, not connected yet, for the options that all commands share. Waits until its provider answers.
 
     Args:
         check: called before the provider is asked, for what else may be wrong with the command.
-        check_offer: called with the provider's manifest, and with a function that asks for the beginning of a file of
-            its bundle, where that is possible before torch is loaded: not of a provider on this host (`ipc:`) or in
-            this process, whose manifest comes later.
+        check_offer: called with what the provider offers, where that is known before transformers is loaded: not of a
+            provider in this process.
         before_waiting: called before the wait for a provider that does not answer at once.
     """
     tune()
@@ -210,13 +209,10 @@ def _client(
     )  # fmt: skip
     check()
     for each, own in zip(urls, identities, strict=True):
-        manifest = _offered_at_once(each, own)
-        if manifest is None:
-            before_waiting()
-            manifest = _wait_until_it_answers(each, own, peer_uid)
-        if manifest is not None:
-            choose_kept(read_keep(keep, can_be_had=True), manifest)  # check_early has asked whether
-            check_offer(manifest, partial(_beginning, each, own))
+        offer = _offer_of(each, own, peer_uid, before_waiting)
+        if offer is not None:
+            choose_kept(read_keep(keep, can_be_had=True), offer.manifest)  # check_early has asked whether
+            check_offer(offer)
 
     # imported after the checks above, because torch and transformers take seconds to load
     with told_if_slow("tenant: loading torch and transformers", to_stderr):
@@ -248,44 +244,51 @@ def _check_identities(folders: Sequence[Path]) -> None:
         read_usage_file(folder / FILE_NAME)
 
 
-def _offered_at_once(url: str, identity: Path | None) -> Manifest | None:
-    """Returns the manifest of a provider that answers at once; None of any other."""
-    from tenant_sdk.plan import INPROC
-    from wire.transport.identity import load_identity
-    from wire.transport.ipc import folder as ipc
+@dataclass(frozen=True)
+class _Offer:
+    """Holds what a provider offers, as far as it is asked before torch and transformers are loaded.
 
-    if url.startswith((INPROC, ipc.SCHEME)):
-        return None
-    from wire.transport.grpc_channel import offered_at_once
+    Attributes:
+        manifest: its manifest. The session asks again, and uses what it then gets.
+        beginning: returns the beginning of a file of its bundle; no bytes if it does not come soon.
+    """
 
-    return offered_at_once(url, None if identity is None else load_identity(identity))
-
-
-def _beginning(url: str, identity: Path | None, name: str) -> bytes:
-    """Returns the beginning of a file of a provider's bundle; no bytes if it does not come soon."""
-    from wire.transport.grpc_channel import first_chunk
-    from wire.transport.identity import load_identity
-
-    return first_chunk(url, None if identity is None else load_identity(identity), name)
+    manifest: Manifest
+    beginning: Callable[[str], bytes]
 
 
-def _wait_until_it_answers(url: str, identity: Path | None, peer_uid: int | None) -> Manifest | None:
-    """Waits until a provider answers, says so, and returns its manifest: what keeps it from this tenant, or does not go
-    with what it offers, is then told before torch is loaded. Of a provider on this host, only its socket is looked
-    at."""
+def _offer_of(
+    url: str, identity: Path | None, peer_uid: int | None, before_waiting: Callable[[], None]
+) -> _Offer | None:
+    """Waits until a provider answers, says so, and returns what it offers: what keeps it from this tenant, or does not
+    go with what it offers, is then told before torch is loaded.
+
+    Args:
+        before_waiting: called first if the provider does not answer at once.
+
+    Returns:
+        What it offers. None for a provider in this process, and for one that did not send its whole manifest soon.
+    """
     from tenant_sdk.plan import INPROC
     from wire.transport.identity import load_identity
     from wire.transport.ipc import folder as ipc
 
     if url.startswith(INPROC):
         return None
+    known = None if identity is None else load_identity(identity)
     if url.startswith(ipc.SCHEME):
         ipc.check_listens(ipc.folder_of(url), peer_uid)
-        return None
-    from wire.transport.grpc_channel import wait_for_provider
+        from wire.transport.ipc.connection import IpcConnection  # loads torch, and neither gRPC nor transformers
 
-    known = None if identity is None else load_identity(identity)
-    return wait_for_provider(url, known, lambda line: typer.echo(printable(f"tenant: {line}"), err=True))
+        connection = IpcConnection(url, known, peer_uid)
+        return _Offer(connection.manifest(), lambda name: next(connection.fetch(name), b""))
+    from wire.transport.grpc_channel import first_chunk, offered_at_once, wait_for_provider
+
+    manifest = offered_at_once(url, known)
+    if manifest is None:
+        before_waiting()
+        manifest = wait_for_provider(url, known, lambda line: typer.echo(printable(f"tenant: {line}"), err=True))
+    return None if manifest is None else _Offer(manifest, partial(first_chunk, url, known))
 
 
 _CONNECTION: dict[str, Any] = {
@@ -364,7 +367,7 @@ def _checked_client(recipe: Any, is_run: bool = True) -> TenantClient:
     not_connected = _client(
         **{**connection, "mask": connection["mask"] or ""},
         check=partial(_check_before_asking, recipe),
-        check_offer=partial(check_offer, recipe),
+        check_offer=lambda offer: check_offer(recipe, offer.manifest, offer.beginning),
         # PEFT checks the recipe's own settings, which is not left until after a wait
         before_waiting=check_with_torch if recipe.peft_config is not None else lambda: None,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,3 +133,20 @@ def test_the_command_takes_the_folder_and_the_user(
             cli.main()
         assert (ended.value.code or 0) == code
     assert "tenant: expected" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("server")
+def test_names_that_the_model_does_not_have_are_told_before_transformers_is_loaded(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "adapter.yaml").write_text("peft_config: {target_modules: [q_prj]}")
+    words = ["tenant", "finetune", "rows.jsonl", "--output", "new", "--config", "adapter.yaml"]
+    words += ["--url", f"ipc:{root / 'dir'}", "--identity", str(root / "acme")]
+    code = (
+        f"import sys; from tenant_sdk import cli; sys.argv = {words!r}\ntry: cli.main()\nfinally: print(*sys.modules)"
+    )
+    env = {**os.environ, "VEILBASE_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stderr.startswith("tenant: target_modules of peft_config names 'q_prj'"), done.stderr
+    assert not {"transformers", "grpc"} & set(done.stdout.split())
