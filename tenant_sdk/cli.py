@@ -27,6 +27,7 @@ from tenant_sdk.plain_values import WrongOption, positive
 from tenant_sdk.serving.settings import StoreOptions, check_store_early
 from tenant_sdk.training.checkpoints import check_writable_file
 from tenant_sdk.training.recipe import check_offer, check_recipe_early, takes_recipe
+from tenant_sdk.trust.bundle import kept_beginning
 from wire.errors import ConfigurationError, VeilbaseError, printable
 
 if TYPE_CHECKING:
@@ -256,6 +257,10 @@ class _Offer:
     manifest: Manifest
     beginning: Callable[[str], bytes]
 
+    def kept_or_asked(self, name: str) -> bytes:
+        """Returns the beginning of a file of the bundle, of which a copy may be kept here."""
+        return kept_beginning(self.manifest, name) or self.beginning(name)
+
 
 def _offer_of(
     url: str, identity: Path | None, peer_uid: int | None, before_waiting: Callable[[], None]
@@ -330,7 +335,7 @@ def finetune(recipe: Any) -> None:
     not_connected = _checked_client(recipe)
     from tenant_sdk.training.command import finetune_command
 
-    with _until_stopped(), not_connected as client:
+    with _until_stopped(), _connected(not_connected, recipe) as client:
         finetune_command(recipe, client, _show)
 
 
@@ -355,8 +360,17 @@ def plan(
     not_connected = _checked_client(recipe, is_run=False)
     from tenant_sdk.training.command import plan_command
 
-    with not_connected as client:
+    with _connected(not_connected, recipe) as client:
         plan_command(recipe, client, _show, out=out, as_json=as_json, per_gb=price_per_gb, per_hour=price_per_hour)
+
+
+@contextlib.contextmanager
+def _connected(not_connected: TenantClient, recipe: Any) -> Iterator[TenantClient]:
+    """Connects a client for a recipe, which is compared with what the provider offers before a trusted checkpoint is,
+    and closes it at the end."""
+    with contextlib.closing(not_connected) as client:
+        client.connect(partial(check_offer, recipe))
+        yield client
 
 
 def _checked_client(recipe: Any, is_run: bool = True) -> TenantClient:
@@ -367,7 +381,7 @@ def _checked_client(recipe: Any, is_run: bool = True) -> TenantClient:
     not_connected = _client(
         **{**connection, "mask": connection["mask"] or ""},
         check=partial(_check_before_asking, recipe),
-        check_offer=lambda offer: check_offer(recipe, offer.manifest, offer.beginning),
+        check_offer=lambda offer: check_offer(recipe, offer.manifest, offer.kept_or_asked),
         # PEFT checks the recipe's own settings, which is not left until after a wait
         before_waiting=check_with_torch if recipe.peft_config is not None else lambda: None,
     )

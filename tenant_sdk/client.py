@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -31,9 +32,9 @@ from tenant_sdk.plan import Trust, is_on_this_host, make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
 from tenant_sdk.serving.settings import NOT_OF_MANY, EngineOptions, ManyKeywords, RequestOptions, StoreOptions
-from tenant_sdk.session import Session, open_bundle, open_session, open_text
+from tenant_sdk.session import Session, beginning_of, open_bundle, open_session, open_text
+from tenant_sdk.session_protocol import CheckOffer
 from tenant_sdk.text.source import TenantText, check_fits_embedding, has_tokenizer
-from tenant_sdk.training.adapted_modules import kept_tensors, module_names
 from tenant_sdk.training.settings import (
     FinetuneKeywords,
     FinetuneOptions,
@@ -179,12 +180,16 @@ class TenantClient:
         """The models that were made for something else than `generate`, such as fine-tuning, an engine or stock PEFT:
         these may use adapters of any kind."""
 
-    def connect(self) -> Manifest:
+    def connect(self, check: CheckOffer | None = None) -> Manifest:
         """Connects, compares the provider with the trusted checkpoint if there is one, and returns the manifest.
 
         A second call returns the same manifest without using the network.
+
+        Args:
+            check: called with the manifest, and with a function that returns the beginning of a file of the provider's
+                bundle, before the comparison, which may take long. An error that it raises ends the call.
         """
-        session = self._open()
+        session = self._open(check)
         with session.executor.in_session():  # all methods except `explain` and `close` do this
             return session.manifest
 
@@ -201,13 +206,15 @@ class TenantClient:
             for connection in session.connections:
                 connection.reconnect()
 
-    def _open(self) -> Session:
+    def _open(self, check: CheckOffer | None = None) -> Session:
         with self._lock:
             if self._closed:
                 raise ConfigurationError("this client was closed")
             if self._session is None:
                 with counting("checking the provider", self._progress and self._plan.verify is not None) as report:
-                    self._session = open_session(self._plan, report, self._say)
+                    self._session = open_session(self._plan, report, self._say, check)
+            elif check is not None:
+                check(self._session.manifest, partial(beginning_of, self._plan, self._session))
             return self._session
 
     @property
@@ -280,12 +287,6 @@ class TenantClient:
     def context_length(self) -> int:
         """Returns the model's context length, which is the largest number of tokens in one sequence."""
         return context_length(self._bundle())
-
-    @property
-    def module_names(self) -> frozenset[str] | None:
-        """Returns the names of the model's modules that hold parameters, at the provider or here, which an adapter may
-        name; None if the bundle does not tell them."""
-        return module_names(self.connect(), kept_tensors(self._bundle()))
 
     @property
     def tokenizer(self) -> Any:

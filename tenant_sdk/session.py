@@ -36,8 +36,9 @@ from tenant_sdk.model.kept import KeptWeights
 from tenant_sdk.model.send import RemoteExecutor
 from tenant_sdk.plan import Plan
 from tenant_sdk.prepare import settle_hints
+from tenant_sdk.session_protocol import CheckOffer
 from tenant_sdk.text.source import LocalSource, TenantText, named_text, provider_text, verified_text
-from tenant_sdk.trust.bundle import default_cache, fetch_bundle
+from tenant_sdk.trust.bundle import default_cache, fetch_bundle, kept_beginning
 from tenant_sdk.trust.compare import check_manifest_config
 from tenant_sdk.trust.config_rules import check_rows_are_padded
 from tenant_sdk.trust.pins import Pins, canonical_digests, spoken
@@ -116,6 +117,7 @@ def open_session(
     plan: Plan,
     on_verified: Callable[[int, int], None] | None = None,
     say: Callable[[str], object] | None = None,
+    check: CheckOffer | None = None,
 ) -> Session:
     """Connects to the providers and prepares everything but the model.
 
@@ -123,6 +125,8 @@ def open_session(
         plan: the client's settings.
         on_verified: called with (number of groups compared, number of all groups) while a trusted checkpoint is read.
         say: called with a line about a step that takes seconds; None says nothing.
+        check: called with the manifest, and with a function that returns the beginning of a file of the bundle, before
+            anything else is done with them.
 
     Raises:
         VeilbaseError: the session cannot be opened, and nothing stays open; the class is one of wire/errors.py.
@@ -143,6 +147,8 @@ def open_session(
             usage = tuple(_count_usage(plan, identities, connections, undo))
             manifest = _common_manifest([connection.manifest() for connection in connections])
         kept = choose_kept(plan.keep, manifest)
+        if check is not None:
+            check(manifest, functools.partial(_beginning, plan, connections[0], manifest))
         if kept.shared:
             warnings.warn(f"keep (--keep) leaves to the provider: {kept.not_kept()}", stacklevel=users_line())
         asked = kept.asked(manifest)
@@ -185,6 +191,15 @@ def open_session(
     if verifier is None and plan.mask in RING_ONLY:
         warnings.warn(unverified(plan), NotVerifiedWarning, stacklevel=users_line())
     return Session(connections, manifest, scheme, executor, verifier, tokenizer_source, usage, kept)
+
+
+def beginning_of(plan: Plan, session: Session, name: str) -> bytes:
+    """Returns the beginning of a file of a session's bundle, as long as a chunk."""
+    return _beginning(plan, session.connections[0], session.manifest, name)
+
+
+def _beginning(plan: Plan, connection: Connection, manifest: Manifest, name: str) -> bytes:
+    return kept_beginning(manifest, name, plan.cache) or next(connection.fetch(name), b"")
 
 
 def _count_usage(

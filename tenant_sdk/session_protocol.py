@@ -6,7 +6,7 @@ they need not import the client, which calls them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
@@ -14,6 +14,10 @@ from transformers import PreTrainedModel
 from tenant_sdk.text.source import TenantText
 from wire.manifest import Manifest
 from wire.transport.connection import Traffic
+
+CheckOffer = Callable[[Manifest, Callable[[str], bytes]], object]
+"""A function that compares something with what a provider offers: with its manifest, and with the beginning of a file
+of its bundle, which its second argument returns."""
 
 
 class ModelSource(Protocol):
@@ -62,12 +66,9 @@ class TrainingSession(TextSession, Protocol):
     def can_be_steered(self) -> bool:
         """Returns whether a provider that lies could learn hidden data from what the tenant does with its replies."""
 
-    @property
-    def module_names(self) -> Collection[str] | None:
-        """Returns the names of the model's modules, as `tenant_sdk.training.adapted_modules.module_names` does."""
-
-    def connect(self) -> Manifest:
-        """Connects if there is no connection yet, and returns the provider's manifest."""
+    def connect(self, check: CheckOffer | None = None) -> Manifest:
+        """Connects if there is no connection yet, and returns the provider's manifest. `check` is called as soon as
+        that is known; an error that it raises ends the call."""
 
     def reconnect(self) -> None:
         """Opens connections that are broken; raises TransportError if a provider cannot be reached."""

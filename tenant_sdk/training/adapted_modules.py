@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from runtime.command_line import nearest
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 TENSORS = "model.safetensors"
 """The file of a bundle that holds the model's tensors, except for the weights of the provider's layers."""
-_MOST_HEADER_BYTES = 64 << 20
 _HEADS = (
     "lm_head", "embed_out", "output_layer", "output_projection", "proj_out", "head", "score", "classifier",
     "cls.predictions.decoder", "lm_head.decoder", "pred_layer.proj", "codebooks_head",
@@ -73,17 +71,6 @@ def module_names(manifest: Manifest, tensors: bytes) -> frozenset[str] | None:
     return frozenset(part for name in names for part in _with_parents(name))
 
 
-def kept_tensors(bundle: Path) -> bytes:
-    """Returns the beginning of the file `TENSORS` in the folder of a bundle, with the whole header; no bytes if the
-    bundle is not there, or cannot be read."""
-    try:
-        with (bundle / TENSORS).open("rb") as file:
-            start = file.read(8)
-            return start + file.read(min(int.from_bytes(start, "little"), _MOST_HEADER_BYTES))
-    except OSError:
-        return b""
-
-
 def _with_parents(name: str) -> Iterator[str]:
     while name:
         yield name
@@ -91,23 +78,26 @@ def _with_parents(name: str) -> Iterator[str]:
 
 
 def check_adapter(
-    settings: Mapping[str, Any], manifest: Manifest, modules: Collection[str] | None, *, caches_prefix: bool
+    settings: Mapping[str, Any], caches_prefix: bool, manifest: Manifest, beginning: Callable[[str], bytes]
 ) -> None:
     """Refuses settings that name nothing in the provider's model, or that leave `cache_frozen_prefix` without effect.
 
     Args:
         settings: PEFT's settings by name, as in `peft_config` of a recipe.
-        manifest: the provider's manifest.
-        modules: what `module_names` returned; with None, names of modules are not looked at.
         caches_prefix: whether the run has `cache_frozen_prefix`.
+        manifest: the provider's manifest.
+        beginning: returns the beginning of a file of the provider's bundle, or no bytes; then names of modules are not
+            looked at.
 
     Raises:
         ConfigurationError: a setting names nothing, and the text names the nearest that there is; or the lowest block
             is adapted.
     """
     _check_blocks(settings, manifest)
-    if modules is not None:
-        _check_targets(settings, modules)
+    if str(settings.get("target_modules")).lower() not in (ALL_LINEAR, "none"):
+        modules = module_names(manifest, beginning(TENSORS))
+        if modules is not None:
+            _check_targets(settings, modules)
     if caches_prefix and _adapts_lowest(settings, [layer.name for group in manifest.groups for layer in group.layers]):
         raise ConfigurationError(NO_PREFIX)
 

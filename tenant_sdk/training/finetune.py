@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +192,7 @@ def prepare(session: TrainingSession, data: Any, peft_config: PeftConfig | None,
     parsed = parse_data(data, options.eval_data, options.seed)
     check_kind(parsed, peft_config)
     options.check_used(has_evaluation=bool(parsed.eval_rows), are_preferences=are_preferences(parsed.rows))
-    manifest = session.connect()
-    check_adapter(
-        peft_config.to_dict(), manifest, session.module_names, caches_prefix=options.cache_frozen_prefix
-    )  # fmt: skip
+    manifest = session.connect(partial(check_adapter, peft_config.to_dict(), options.cache_frozen_prefix))
     room = _room(session.context_length, num_virtual)
     check_window(options.window_tokens, options.batch_size, room)
     longest = min(options.max_length or room, room)

@@ -37,17 +37,13 @@ from tenant_sdk.text.rows import bucket_tokens
 from tenant_sdk.training.adapted_modules import (
     ALL_LINEAR,
     NO_PROMPT_LEARNING,
-    TENSORS,
     check_adapter,
     check_prefix,
-    kept_tensors,
-    module_names,
 )
 from tenant_sdk.training.checkpoints import Checkpoints, check_output, check_writable, checkpoints_folder
 from tenant_sdk.training.dataset import are_preferences, check_alike, load_rows, num_held_back, one_line, source_of
 from tenant_sdk.training.run_identity import RunIdentity, data_part, texts
 from tenant_sdk.training.settings import DROP, NO_TENSORBOARD, NO_TRL, FinetuneOptions
-from tenant_sdk.trust.bundle import bundle_folder
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -357,13 +353,11 @@ def check_offer(recipe: Any, manifest: Manifest, beginning: Callable[[str], byte
         ConfigurationError: the adapter's settings name nothing in the provider's model, or the recipe has a plan of
             another provider.
     """
-    settings, modules = adapter_settings(recipe), None
-    if settings.get("target_modules") not in (None, ALL_LINEAR):
-        modules = module_names(manifest, kept_tensors(bundle_folder(manifest)) or beginning(TENSORS))
-    if getattr(recipe, "plan", None) is not None and len(recipe.url or [""]) == 1:  # two providers have one manifest
+    is_alone = len(recipe.url or ()) < 2 and len(recipe.identity or ()) < 2  # two providers have one manifest
+    if recipe.plan is not None and is_alone:
         Bill.load(recipe.plan).check_known(RunIdentity(), manifest=manifest.digest)
     with warnings.catch_warnings(action="ignore"):  # the run says it again
-        check_adapter(settings, manifest, modules, caches_prefix=bool(recipe.cache_frozen_prefix))
+        check_adapter(adapter_settings(recipe), bool(recipe.cache_frozen_prefix), manifest, beginning)
 
 
 def _check_written(recipe: Any, options: FinetuneOptions) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from noise.disk.private_files import make_private_folder
 from runtime.files import locked_folder, nearest_there, why_not_writable
 from wire.errors import ConfigurationError, MalformedFrame
+from wire.limits import CHUNK_BYTES
 from wire.manifest import BundleFile, Manifest
 
 if TYPE_CHECKING:
@@ -56,6 +57,16 @@ def check_cache() -> None:
 def bundle_folder(manifest: Manifest, cache: Path | None = None) -> Path:
     """Returns the folder in which a provider's bundle is kept, whether it is there or not."""
     return (cache or default_cache()) / "bundles" / manifest.bundle_digest
+
+
+def kept_beginning(manifest: Manifest, name: str, cache: Path | None = None) -> bytes:
+    """Returns the beginning of a file of a bundle that is kept here, as long as a chunk; no bytes if it is not here, or
+    cannot be read."""
+    try:
+        with (bundle_folder(manifest, cache) / name).open("rb") as kept:
+            return kept.read(CHUNK_BYTES)
+    except OSError:
+        return b""
 
 
 def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None = None) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers import GPT2Config, MixtralConfig, PreTrainedConfig
 from tenant_sdk import TenantClient
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.testing import ScriptedProvider, character_tokenizer
-from tenant_sdk.training.adapted_modules import check_adapter, check_prefix, module_names
+from tenant_sdk.training.adapted_modules import TENSORS, check_adapter, check_prefix, module_names
+from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tests.support.tiny_models import GPT2_SIZES, SIZES, save_random
 from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError
@@ -37,7 +39,13 @@ def client(provider: ScriptedProvider) -> Iterator[TenantClient]:
 
 def check(client: TenantClient, *, caches_prefix: bool = False, **settings: Any) -> None:
     with warnings.catch_warnings(action="error"):
-        check_adapter(settings, client.connect(), client.module_names, caches_prefix=caches_prefix)
+        client.connect(partial(check_adapter, settings, caches_prefix))
+
+
+def names_of(client: TenantClient) -> frozenset[str] | None:
+    found: list[frozenset[str] | None] = []
+    client.connect(lambda manifest, beginning: found.append(module_names(manifest, beginning(TENSORS))))
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -84,9 +92,7 @@ def test_settings_that_peft_can_use_are_not_refused(client: TenantClient, settin
 
 def test_a_name_beside_others_that_are_there_is_warned_of(client: TenantClient) -> None:
     with pytest.warns(UserWarning, match="names 'v_prj', but no module .* the nearest is v_proj; the others are"):
-        check_adapter(
-            {"target_modules": ["q_proj", "v_prj"]}, client.connect(), client.module_names, caches_prefix=False
-        )
+        client.connect(partial(check_adapter, {"target_modules": ["q_proj", "v_prj"]}, False))
 
 
 @pytest.mark.parametrize("config", [GPT2Config(**GPT2_SIZES), MixtralConfig(**SIZES, num_local_experts=2)])
@@ -95,7 +101,7 @@ def test_every_module_with_parameters_may_be_named(config: PreTrainedConfig, tmp
     save_random(config, tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
     with ScriptedProvider(model=tmp_path) as provider, provider.client(mask="off") as client:
-        modules, names = dict(client.load_model().named_modules()), client.module_names
+        modules, names = dict(client.load_model().named_modules()), names_of(client)
         assert names is not None
         assert {name for name, module in modules.items() if name and [*module.parameters()]} <= names
         for last in {name.rpartition(".")[2] for name in names}:
@@ -178,4 +184,21 @@ def test_what_is_refused_peft_refuses_too(client: TenantClient) -> None:
 def test_blocks_are_counted_by_the_config_where_a_provider_serves_some_of_them(client: TenantClient) -> None:
     manifest: Manifest = client.connect()
     some = manifest.model_copy(update={"groups": manifest.groups[:1]})
-    check_adapter({"layers_to_transform": [1]}, some, None, caches_prefix=False)
+    check_adapter({"layers_to_transform": [1]}, False, some, lambda _: b"")
+
+
+def test_an_offer_is_compared_before_a_trusted_checkpoint_is(
+    provider: ScriptedProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may take minutes. The bundle of a new cache is not there yet either."""
+    monkeypatch.setattr(TrustedCheckpoint, "open", lambda _: pytest.fail("it was looked at first"))
+    client = provider.client(cache=tmp_path / "cache")
+    with pytest.raises(ConfigurationError, match="the nearest is q_proj"):
+        client.finetune(ROWS, lora(target_modules=["q_prj"]), tmp_path / "a", **QUICK)
+    client.close()
+
+
+def test_an_offer_is_compared_also_where_the_session_is_open(client: TenantClient) -> None:
+    with pytest.raises(ConfigurationError, match="the nearest is q_proj"):
+        check(client, target_modules=["q_prj"])
+    check(client, target_modules=["q_proj"])
