@@ -515,7 +515,7 @@ def test_a_plan_holds_for_the_same_layers_only(provider: ScriptedProvider, tmp_p
         bill = client.plan(ROWS, lora(), **SHORT)
         provider.forget_calls()
         for other in (replace(bill, keep=""), replace(bill, keep="lower:1")):
-            with pytest.raises(ConfigurationError, match="other layers are kept here"):
+            with pytest.raises(ConfigurationError, match=r"keep \(--keep\) is attention, the plan"):
                 client.finetune(ROWS, lora(), tmp_path / "a", plan=other, **SHORT)
         assert provider.calls == []
 

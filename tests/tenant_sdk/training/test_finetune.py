@@ -293,8 +293,11 @@ def test_bad_settings(chat_client: Any, tmp_path: Path, bad: dict[str, Any]) -> 
 
 
 def test_an_adapter_that_does_not_fit_the_model(chat_client: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="PEFT cannot put this adapter on the model"):
+    with pytest.raises(ConfigurationError, match="target_modules of peft_config names 'nowhere', but no module"):
         chat_client.finetune(ROWS, lora(target_modules=["nowhere"]), tmp_path / "out", **QUICK)
+    excluded = lora(target_modules=["q_proj"], exclude_modules=["q_proj"])
+    with pytest.raises(ConfigurationError, match="PEFT cannot put this adapter on the model: No modules were targeted"):
+        chat_client.finetune(ROWS, excluded, tmp_path / "out", **QUICK)
     with pytest.raises(ConfigurationError, match="stays with the provider"):
         chat_client.finetune(ROWS, OSFConfig(target_modules=["q_proj"]), tmp_path / "out", resume=False, **QUICK)
 
