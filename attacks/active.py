@@ -8,15 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from attacks.report.exit_status import out_parser
+from attacks.report.exit_status import out_parser, run_program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the arguments, and then loads the program, which takes seconds, and runs it."""
     out_parser("active").parse_args(arguments)
-    from attacks.programs import active
-
-    return active.main(arguments)
+    return run_program("active", arguments)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from attacks.report.exit_status import run_program
+
 MASKS = ("lattice", "pad", "shares", "off")
 """The masks of ring arithmetic, on which the game is played."""
 FULL_RUNS, QUICK_RUNS = 8000, 600
@@ -29,9 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the arguments, and then loads the program, which takes seconds, and runs it."""
     make_parser().parse_args(arguments)
-    from attacks.programs import game
-
-    return game.main(arguments)
+    return run_program("game", arguments)
 
 
 if __name__ == "__main__":

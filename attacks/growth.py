@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attacks.report.exit_status import docstring_of
+from attacks.report.exit_status import docstring_of, run_program
 
 SHIPPED_SIGMA = 3.2
 
@@ -42,9 +42,7 @@ def _sigma(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the arguments, and then loads the program, which takes seconds, and runs it."""
     make_parser().parse_args(arguments)
-    from attacks.programs import growth
-
-    return growth.main(arguments)
+    return run_program("growth", arguments)
 
 
 if __name__ == "__main__":

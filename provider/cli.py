@@ -16,6 +16,7 @@ import typer
 from provider.config import GROUPS, NO_JOINING, STATE_HELP, ProviderSettings, load_settings, service_variables
 from provider.flags import takes_settings
 from runtime.command_line import Command, Commands, finite, show_version, to_stderr
+from runtime.stopping import at_once, told_when_stopped
 from wire.errors import ConfigurationError, VeilbaseError, printable
 from wire.transport.event_engine import prefer_waiting_in_place
 
@@ -49,8 +50,9 @@ _State = Annotated[Path | None, typer.Option(help=STATE_HELP, show_default="~/.v
 def serve(flags: dict[str, Any], config: Path | None) -> None:
     """Serve a model; print `ready URL` once requests are accepted."""
     _prepare_libraries()
-    from provider.operations.logs import configure
-    from provider.serve import serve as run
+    with at_once("provider"):
+        from provider.operations.logs import configure
+        from provider.serve import serve as run
 
     settings = load_settings(flags, config)
     configure(settings.log_format)
@@ -272,10 +274,12 @@ def main() -> None:
     """Runs the command line.
 
     A VeilbaseError is printed as one line on stderr, with exit code 1. For an error in the usage, typer prints the
-    usage and exits with code 2.
+    usage and exits with code 2. Ctrl-C gives exit code 130, with one line; see `provider.serve.serve` for a provider
+    that is ready.
     """
     try:
-        app()
+        with told_when_stopped("provider"):
+            app()
     except VeilbaseError as exc:
         print(f"provider: {printable(str(exc), one_line=True)}", file=sys.stderr)
         sys.exit(1)

@@ -20,6 +20,7 @@ from provider.net.descriptors import raise_file_limit
 from provider.parallel.environment import rank_here
 from runtime.compiled import unknown_kernels
 from runtime.files import nearest_there, why_not_writable
+from runtime.stopping import INTERRUPTED, at_once, tell_stopped
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ _MAPPED_BYTES = 1 << 20
 such a block returns to the system when the block is freed. The number is the size of a frame's chunk on the wire."""
 NODE_LOST_EXIT = 69
 """The exit status of a provider whose host's Ray node has ended: EX_UNAVAILABLE of sysexits.h."""
+_EARLY_STATUS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: 0}
+"""The exit status after a signal that comes before the provider is ready: a supervisor that stops it with SIGTERM has
+what it wants."""
 _NO_SUITE_OF_OURS = "ECDHE-RSA-AES256-GCM-SHA384"
 _LOGGER = logging.getLogger(__name__)
 
@@ -63,34 +67,35 @@ def serve(settings: ProviderSettings) -> None:
         VeilbaseError: the provider cannot start; the message says what the operator has to change.
         SystemExit: a signal has ended the provider.
     """
-    if reason := unknown_kernels():
-        raise ConfigurationError(reason)
-    settings.check_exposure()
-    settings.check_front()
-    settings.check_shards()
-    settings.check_parallel()
-    settings.check_device()
-    settings.check_conflicts()
-    rank = rank_here(settings.parallel)
-    share_one_heap()
-    raise_file_limit()
-    if settings.tls:
-        refuse_tls_1_2()
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` handles SIGHUP.
+    with at_once("provider", _EARLY_STATUS):
+        if reason := unknown_kernels():
+            raise ConfigurationError(reason)
+        settings.check_exposure()
+        settings.check_front()
+        settings.check_shards()
+        settings.check_parallel()
+        settings.check_device()
+        settings.check_conflicts()
+        rank = rank_here(settings.parallel)
+        share_one_heap()
+        raise_file_limit()
+        if settings.tls:
+            refuse_tls_1_2()
+        if not rank:
+            resolve(settings.model)  # A mistake in the name is told at once.
+            check_ports(settings)
+            state = _open_state(settings)
+            _write_endpoint(settings, settings.port, state)
+            from provider.net.admission import Admission  # Imported here since torch takes seconds to import.
+            from provider.net.server import Server
+            from provider.operations.usage import FILE_NAME, UsageBook
+    signal.signal(signal.SIGTERM, _stop_early)
+    signal.signal(signal.SIGINT, _stop_early)
     if rank:
         from provider.parallel.start import help_out
 
         return help_out(settings)
-    resolve(settings.model)  # A mistake in the name is told at once.
-    check_ports(settings)
-    state = _open_state(settings)
-    _write_endpoint(settings, settings.port, state)
-    from provider.net.admission import Admission  # Imported here since torch takes seconds to import.
-    from provider.net.server import Server
-    from provider.operations.usage import FILE_NAME, UsageBook
-
     with ExitStack() as ending:  # The callbacks run in reverse order, even if one of them fails.
         usage = UsageBook(None if state is None else state.path / FILE_NAME)
         tensor_port = None if settings.tensor_port == "none" else settings.tensor_port
@@ -115,14 +120,28 @@ def serve(settings: ProviderSettings) -> None:
         usage.keep_saving()
         while not all(num_live for num_live, _ in service.num_replicas):
             time.sleep(_JOIN_LOOK_S)  # A signal also ends this wait.
+        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGINT, _stop)
+        ending.callback(_LOGGER.info, "stopping: requests in flight have at most %g s", settings.drain_s)
         _announce(settings, server.port)
         _wait_for_the_end(server)
 
 
 def _stop(number: int, _frame: object) -> None:
+    _ignore_signals()
+    sys.exit(NODE_LOST_EXIT if number == signal.SIGUSR1 else 0)
+
+
+def _stop_early(number: int, _frame: object) -> None:
+    """Ends a provider that nobody could use yet, and says so."""
+    _ignore_signals()
+    tell_stopped("provider")
+    sys.exit(_EARLY_STATUS[signal.Signals(number)])
+
+
+def _ignore_signals() -> None:
     for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(one, signal.SIG_IGN)  # A second signal must not interrupt the shutdown, nor change its status.
-    sys.exit(NODE_LOST_EXIT if number == signal.SIGUSR1 else 0)
 
 
 def _wait_for_the_end(server: Server) -> None:

@@ -6,9 +6,7 @@ import contextlib
 import inspect
 import os
 import re
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from runtime.command_line import Command, Commands, finite, show_version, to_stderr, told_if_slow
+from runtime.stopping import STOPPED, at_once, say_when_stopped, told_when_stopped
 from tenant_sdk import tune
 from tenant_sdk.adapter_files import check_adapter_files
 from tenant_sdk.endpoint.settings import OPTION_KINDS, options_given
@@ -53,6 +52,7 @@ def _command(
     pass
 
 
+_PROGRAM = "tenant"
 _PROVIDER, _PRIVACY, _OVER_HTTP = "Provider", "Privacy", "Address and access"
 """Headings under which the help lists options."""
 
@@ -157,6 +157,7 @@ KeepDtype = Annotated[
 ]
 
 
+@at_once(_PROGRAM)
 def _client(
     *,
     url: list[str] | None,
@@ -332,10 +333,12 @@ def _takes_connection(run: Callable[..., None]) -> Callable[..., None]:
 @takes_recipe(_CONNECTION)
 def finetune(recipe: Any) -> None:
     """Train an adapter on a data set."""
+    say_when_stopped(f"{STOPPED}; the same command goes on from the last checkpoint, if there is one")
     not_connected = _checked_client(recipe)
-    from tenant_sdk.training.command import finetune_command
+    with at_once(_PROGRAM):
+        from tenant_sdk.training.command import finetune_command
 
-    with _until_stopped(), _connected(not_connected, recipe) as client:
+    with _connected(not_connected, recipe) as client:
         finetune_command(recipe, client, _show)
 
 
@@ -358,7 +361,8 @@ def plan(
     if out is not None:
         check_writable_file(out, "the plan (--out)")
     not_connected = _checked_client(recipe, is_run=False)
-    from tenant_sdk.training.command import plan_command
+    with at_once(_PROGRAM):
+        from tenant_sdk.training.command import plan_command
 
     with _connected(not_connected, recipe) as client:
         plan_command(recipe, client, _show, out=out, as_json=as_json, per_gb=price_per_gb, per_hour=price_per_hour)
@@ -373,6 +377,7 @@ def _connected(not_connected: TenantClient, recipe: Any) -> Iterator[TenantClien
         yield client
 
 
+@at_once(_PROGRAM)
 def _checked_client(recipe: Any, is_run: bool = True) -> TenantClient:
     """Checks a recipe, and returns a client for it as `_client` does."""
     connection = {name: getattr(recipe, name) for name in _CONNECTION}
@@ -411,16 +416,6 @@ def _show(text: str, nl: bool = True) -> None:
     """Prints a text on stdout. A terminal gets no control characters, which a model's answer may hold; a file or a pipe
     gets the text as it is."""
     typer.echo(printable(text) if sys.stdout.isatty() else text, nl=nl)
-
-
-@contextlib.contextmanager
-def _until_stopped() -> Iterator[None]:
-    """Tells the user, when Ctrl-C or SIGTERM stops a run, how the run can be continued."""
-    try:
-        yield
-    except (KeyboardInterrupt, _Terminated):
-        typer.echo("tenant: stopped; the same command goes on from the last checkpoint, if there is one", err=True)
-        raise
 
 
 @app.command(cls=Command)
@@ -472,7 +467,8 @@ def chat(
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
     client = _client(**connection)
-    from tenant_sdk.terminal import talk
+    with at_once(_PROGRAM):
+        from tenant_sdk.terminal import talk
 
     with client:
         talk(client, adapters, _typed_lines(), lambda text: _show(text, nl=False), max_new_tokens, options)
@@ -545,7 +541,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve adapters and the base model over HTTP, with OpenAI's interface."""
-    from tenant_sdk.endpoint.command import check_port, serve_command, serving_settings
+    with at_once(_PROGRAM):
+        from tenant_sdk.endpoint.command import check_port, serve_command, serving_settings
 
     if connection["precision"] is None and connection["mask"] in ("", "lattice"):
         connection["precision"] = "exact"  # Rounded rows would make all numbers that may be shown coarser.
@@ -603,48 +600,19 @@ def status(
     typer.echo(printable(status_text([status_of(folder) for folder in identity], as_json)), nl=False)
 
 
-class _Terminated(SystemExit):
-    """Ends the process after SIGTERM, so that what is open is closed and the last minute of usage is saved."""
-
-
-@contextlib.contextmanager
-def _ends_at_sigterm() -> Iterator[None]:
-    """Makes SIGTERM end the process as Ctrl-C does, within the context. By default the system would end the process at
-    once, and what it used since the last save would be missing in its count. A second SIGTERM does end it at once."""
-
-    def end(number: int, _frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        raise _Terminated(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_DFL:  # whoever started the process wants something else
-        yield
-        return
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def main() -> None:
     """Runs the command line. An error of this project is printed as one line on stderr, with exit code 1.
 
     For errors in the command line itself, typer prints its usage, with exit code 2. Ctrl-C gives exit code 130, and
-    SIGTERM 143.
+    SIGTERM 143, with one line (runtime/stopping.py).
     """
     warnings.showwarning = lambda message, *_, **__: typer.echo(printable(f"tenant: warning: {message}"), err=True)
     try:
-        with _ends_at_sigterm():
+        with told_when_stopped(_PROGRAM):
             app()
     except VeilbaseError as exc:
         typer.echo(f"tenant: {printable(str(exc), one_line=True)}", err=True)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,19 +280,26 @@ class Growth:
 _WARM_UP = 16
 
 
-def measure_growth(dimensions: Sequence[int], sigma: float = HARD_SIGMA, seed: int = 0) -> list[Growth]:
+def measure_growth(
+    dimensions: Sequence[int], sigma: float = HARD_SIGMA, seed: int = 0, say: Callable[[str], object] = lambda _: None
+) -> list[Growth]:
     """Runs the primal attack on random LWE instances with a ternary secret, q = 2^32.
 
     Args:
         dimensions: n of each instance.
         sigma: σ of the rounded Gaussian error.
         seed: the seed of the instances.
+        say: called with a line before each dimension.
 
     Raises:
         ConfigurationError: fpylll is not installed.
     """
     _measure(_WARM_UP, sigma, np.random.default_rng(seed))  # the first reduction of a process takes longer
-    return [_measure(dimension, sigma, np.random.default_rng((seed, dimension))) for dimension in dimensions]
+    found = []
+    for dimension in dimensions:
+        say(f"reduces a lattice of dimension {dimension}, error {sigma:g}")
+        found.append(_measure(dimension, sigma, np.random.default_rng((seed, dimension))))
+    return found
 
 
 def _measure(dimension: int, sigma: float, rng: np.random.Generator) -> Growth:

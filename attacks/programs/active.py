@@ -26,6 +26,7 @@ import torch
 from attacks.programs import row_counts
 from attacks.programs.providers import HonestOffer, tenant_of
 from attacks.report.exit_status import exit_status, out_parser
+from attacks.report.stages import counted, say
 from attacks.victim import models
 from noise import sampling
 from noise.verify import FAILED
@@ -320,9 +321,11 @@ def measure(folder: Path, num_prompts: int = 5) -> list[Outcome]:
 def _faults(
     where: Site, job: Job, work: Sequence[Callable[[TenantClient], None]], faults: Sequence[Fault], verify: bool
 ) -> list[Outcome]:
+    told = f"{job}, verify {'on' if verify else 'off'}"
+    say(f"{told}: an honest provider")
     honest = [_run(where, None, verify, each) for each in work]
     outcomes = [_outcome(job, None, verify, honest, honest)]
-    for fault in faults:
+    for fault in counted(f"{told}, fault", faults, lambda one: one.name):
         outcomes.append(_outcome(job, fault, verify, [_run(where, fault, verify, each) for each in work], honest))
     return outcomes
 
@@ -387,12 +390,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     false for the hostile bundles; 2 for a request that cannot be carried out; otherwise 0."""
     options = out_parser("active").parse_args(arguments)
     torch.set_num_threads(1)
-    return exit_status(options.out, lambda: _measure_and_report(options.out))
+    return exit_status("attacks.active", options.out, lambda: _measure_and_report(options.out))
 
 
 def _measure_and_report(out: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = measure(Path(scratch) / "faults")
+        say("the mask's secret, read from the lengths of answers")
         reading = read_secret(Path(scratch) / "secret")
         leaks = row_counts.measure(Path(scratch) / "rows")
     table = [*lines(outcomes, reading), "", *row_counts.lines(leaks)]

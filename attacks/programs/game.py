@@ -37,6 +37,7 @@ from attacks.adversaries.distinguisher import SCORES, Known, Seen, known
 from attacks.controls import ControlResult
 from attacks.game import FULL_RUNS, MASKS, QUICK_RUNS, make_parser
 from attacks.report.exit_status import exit_status
+from attacks.report.stages import say
 from attacks.victim.models import tiny_model
 from noise import params, sampling
 from noise.hints.store import DEFAULT_DROPPED_BITS
@@ -58,6 +59,9 @@ SECRETS = ("prompt", "adapter")
 PARAMETERS = params.PARAMETERS["default"]
 """The parameters of the game's masks. Each message fills a block of mask rows under these parameters."""
 _SEQUENCES = 2
+_NUM_LINES = 5
+"""How many lines say how far a game is."""
+REUSE = "lattice, a slot used twice"
 
 
 @dataclass(frozen=True)
@@ -271,7 +275,9 @@ def play(mask: str = "lattice", num_runs: int = FULL_RUNS, secret: str = "prompt
         ConfigurationError: the mask or the secret is unknown, or there are too few runs to compare the two inputs.
     """
     with _tenant(mask, secret) as tenant:
-        return outcomes(*run(tenant.send, tenant.known, num_runs))
+        played = run(tenant.send, tenant.known, num_runs, f"{mask}, {secret}")
+    say("the intervals of the scores")
+    return outcomes(*played)
 
 
 @contextlib.contextmanager
@@ -284,8 +290,14 @@ def _tenant(mask: str, secret: str = "prompt") -> Iterator[Tenant]:  # noqa: S10
             tenant.close()
 
 
-def run(send: Sender, facts: Known, num_runs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run(send: Sender, facts: Known, num_runs: int, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Tosses the coins and scores the views.
+
+    Args:
+        send: sends one message.
+        facts: what the provider knows.
+        num_runs: how many messages are sent.
+        what: what is played, for the lines that say how far it is.
 
     Returns:
         scores, float64, shape (num_scores, num_runs); coins, bool, shape (num_runs,).
@@ -298,6 +310,8 @@ def run(send: Sender, facts: Known, num_runs: int) -> tuple[torch.Tensor, torch.
     coins = torch.randint(2, (num_runs,), generator=torch.Generator().manual_seed(1)).bool()
     scores = torch.empty(len(SCORES), num_runs, dtype=torch.float64)
     for index, coin in enumerate(coins.tolist()):
+        if index % max(1, num_runs // _NUM_LINES) == 0:
+            say(f"{what}: {index} of {num_runs} runs")
         seen = send(int(coin))
         scores[:, index] = torch.tensor([score(facts, seen) for score in SCORES.values()], dtype=torch.float64)
     return scores, coins
@@ -369,12 +383,12 @@ def controls(num_runs: int = CONTROL_RUNS) -> list[ControlResult]:
     """Tests each score on traffic on which it should win. The traffic on which a score must win is fixed before
     the games are played, so that no score is picked afterwards."""
     with _tenant("lattice") as tenant:
-        found = [_won("lattice, a slot used twice", "difference", run(_reuse(tenant), tenant.known, num_runs))]
+        found = [_won(REUSE, "difference", run(_reuse(tenant), tenant.known, num_runs, f"control, {REUSE}"))]
         for setting, score, masks in _weak_masks(tenant):
             send = functools.partial(_under, masks, tenant)
-            found.append(_won(setting, score, run(send, tenant.known, num_runs)))
+            found.append(_won(setting, score, run(send, tenant.known, num_runs, f"control, {setting}")))
     with _tenant("off") as unmasked:
-        found.append(_won("no mask", "size", run(unmasked.send, unmasked.known, num_runs), 1.0))
+        found.append(_won("no mask", "size", run(unmasked.send, unmasked.known, num_runs, "control, no mask"), 1.0))
     return found
 
 
@@ -450,7 +464,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     num_runs = options.runs if options.runs is not None else QUICK_RUNS if options.quick else FULL_RUNS
     torch.set_num_threads(1)
-    return exit_status(options.out, lambda: _play_and_report(options.mask, options.secret, num_runs, options.out))
+    return exit_status(
+        "attacks.game", options.out, lambda: _play_and_report(options.mask, options.secret, num_runs, options.out)
+    )
 
 
 def _play_and_report(mask: str, secret: str, num_runs: int, out: Path | None) -> int:

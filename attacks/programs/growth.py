@@ -18,6 +18,7 @@ from pathlib import Path
 from attacks.adversaries.lattice_reduction import BLOCK_SIZES, HARD_SIGMA, Growth, extrapolate, fit, measure_growth
 from attacks.growth import SHIPPED_SIGMA, make_parser
 from attacks.report.exit_status import exit_status
+from attacks.report.stages import say
 from noise.params import PARAMETERS
 
 SERIES = ((SHIPPED_SIGMA, (32, 48, 64, 80, 96)), (HARD_SIGMA, (16, 28, 40, 52, 64)))
@@ -32,13 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     series = SERIES if options.dimensions is None else ((options.sigma, tuple(options.dimensions)),)
 
     def work() -> int:
-        measured = {sigma: measure_growth(dimensions, sigma, options.seed) for sigma, dimensions in series}
+        measured = {sigma: measure_growth(dimensions, sigma, options.seed, say) for sigma, dimensions in series}
         print("\n".join(line for sigma, points in measured.items() for line in lines(sigma, points)))
         if options.out is not None:
             write(options.out, measured)
         return 0 if all(math.isfinite(fit(points)[0]) for points in measured.values()) else 1
 
-    return exit_status(options.out, work)
+    return exit_status("attacks.growth", options.out, work)
 
 
 def lines(sigma: float, measured: Sequence[Growth]) -> list[str]:

@@ -40,6 +40,7 @@ from safetensors.torch import load, save
 
 from attacks.programs.providers import HonestOffer, HostileBundle, tenant_of
 from attacks.report.exit_status import exit_status, out_parser
+from attacks.report.stages import counted, say
 from attacks.victim import models
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
@@ -405,11 +406,18 @@ def measure_all(folder: Path) -> list[Outcome]:
     """Measures the controls, then every fault against training, the embedding of a letter against second answers and
     through kept layers, and every fault of forward replies against answers."""
     where, shallow = site(folder / "deep"), site(folder / "shallow", num_layers=2)
+    say("controls: a tenant that stops at once, and one that keeps DoRA's products")
     outcomes = [measure(where, "training", OVERFLOW, stops_at_once=True), measure_second(shallow, keeps_products=True)]
     outcomes.append(measure_kept(shallow, stops_at_once=True))
-    outcomes += [measure(where, "training", fault) for fault in FAULTS]
+    outcomes += [measure(where, "training", fault) for fault in counted("training, fault", FAULTS, _name)]
+    say("second answers, and answers through kept layers")
     outcomes += [measure_second(shallow), measure_kept(shallow)]
-    return outcomes + [measure(where, "answers", fault) for fault in FAULTS if fault.direction is Direction.FORWARD]
+    forward = [fault for fault in FAULTS if fault.direction is Direction.FORWARD]
+    return outcomes + [measure(where, "answers", fault) for fault in counted("answers, fault", forward, _name)]
+
+
+def _name(fault: Fault) -> str:
+    return fault.name
 
 
 def lines(outcomes: Sequence[Outcome]) -> list[str]:
@@ -428,7 +436,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     provider did not win against a control; 2 for a request that cannot be carried out; otherwise 0."""
     options = out_parser("overflow").parse_args(arguments)
     torch.set_num_threads(1)
-    return exit_status(options.out, lambda: _measure_and_report(options.out))
+    return exit_status("attacks.overflow", options.out, lambda: _measure_and_report(options.out))
 
 
 def _measure_and_report(out: Path) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks.programs.providers import HostileBundle, tenant_of
+from attacks.report.stages import say
 from attacks.victim import models
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
@@ -160,6 +161,7 @@ def measure(folder: Path) -> list[Leak]:
     leaks: list[Leak] = []
     for name, jobs in BUNDLES.items():
         for job, change in jobs.items():
+            say(f"row counts, hostile bundle: {name}, {job}")
             bundle = HostileBundle(served_model)
             change(bundle)
             bundle.announce()

@@ -31,6 +31,7 @@ from attacks.controls import ControlResult
 from attacks.controls.lattice import no_model, shared_error_control, sparse_secret_control
 from attacks.programs.providers import HonestOffer, tenant_of
 from attacks.report.exit_status import exit_status, out_parser
+from attacks.report.stages import counted
 from attacks.seen.view import Exchange, write_recording
 from attacks.victim import draws, models
 from attacks.victim.draws import Statistics, Watch
@@ -378,15 +379,16 @@ def measure(folder: Path, settings: Sequence[Setting] = SETTINGS, weaknesses: Se
             ) -> list[Outcome]:  # fmt: skip
     """Measures honest tenants in every setting, and then every weakness."""
     site = Site(folder)
-    found = [site.run(setting) for setting in settings]
-    for weakness in weaknesses:
+    found = [site.run(setting) for setting in counted("honest tenant", settings, lambda one: one.name)]
+    for weakness in counted("weakness", weaknesses, lambda one: one.name):
         found.append(site.run(SETTINGS[1] if weakness.in_pieces else SETTINGS[0], weakness))
     return found
 
 
 def controls() -> list[ControlResult]:
     """Runs the controls of the adversaries that are too slow for the quick profile."""
-    return [sparse_secret_control(), shared_error_control()]
+    slow = (sparse_secret_control, shared_error_control)
+    return [control() for control in counted("control", slow, lambda one: one.__name__.removesuffix("_control"))]
 
 
 def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
@@ -421,7 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes weakenings.json and weakenings.md; returns the exit status."""
     options = out_parser("weakenings").parse_args(arguments)
     torch.set_num_threads(1)
-    return exit_status(options.out, lambda: _measure_and_report(options.out))
+    return exit_status("attacks.weakenings", options.out, lambda: _measure_and_report(options.out))
 
 
 def _measure_and_report(out: Path) -> int:

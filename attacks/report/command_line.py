@@ -28,8 +28,10 @@ from typing import TYPE_CHECKING, Any
 from attacks.controls import Control, ControlResult
 from attacks.report.exit_status import exit_status
 from attacks.report.options import check_options, wanted_adversaries
+from attacks.report.stages import say
 from attacks.victim.names import TINY_MODELS
 from attacks.victim.tenant import KINDS
+from runtime.stopping import at_once, told_when_stopped
 from wire.errors import ConfigurationError
 
 MASKS = "off,gaussian-pool,lattice,lattice-rounded"
@@ -67,7 +69,8 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         arguments: the command line's arguments; None takes those of the process.
 
     Raises:
-        SystemExit: the arguments are not valid (status 2), only help was requested (0), or SIGTERM came (143).
+        SystemExit: the arguments are not valid (status 2), only help was requested (0), or Ctrl-C (130) or SIGTERM
+            came (143).
     """
     parser = make_parser(program, description)
     options = parser.parse_args(arguments)
@@ -84,12 +87,9 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         for module, summary in OTHER_PROGRAMS.items():
             print(f"python -m {module:19} {summary}")
         return 0
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the started processes, too
-    try:
-        names = default if options.adversaries is None else options.adversaries
-        return exit_status(options.out, lambda: _run(options, names), lambda: _check(options, names))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    names = default if options.adversaries is None else options.adversaries
+    with told_when_stopped(program):  # a signal raises an exception, which ends the started processes, too
+        return exit_status(program, options.out, lambda: _run(program, options, names), lambda: _check(options, names))
 
 
 def summaries(names: str | None) -> dict[str, str]:
@@ -152,8 +152,9 @@ def _check(options: argparse.Namespace, names: str | None) -> None:
     check_options(options, _model(options), MASKS)
 
 
-def _run(options: argparse.Namespace, names: str | None) -> int:
-    from attacks.report.catalogue import adversaries, quick
+def _run(program: str, options: argparse.Namespace, names: str | None) -> int:
+    with at_once(program):
+        from attacks.report.catalogue import adversaries, quick
 
     if names is None and options.view is None and _model(options) in TINY_MODELS:
         names = quick()
@@ -169,7 +170,8 @@ def _controls_beside(names: str | None) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_controls, args=(theirs, names), daemon=True)
-    process.start()
+    with _waits(signal.SIGINT):  # the process inherits this: a terminal sends Ctrl-C to it too, and this one ends it
+        process.start()
     theirs.close()
     try:
         yield ours
@@ -219,8 +221,9 @@ def attack_and_report(options: argparse.Namespace, chosen: Sequence[Adversary], 
         else:
             cases, notes = make_cases(Path(scratch), Path(recording), model, options)
         notes += _rounded(cases)
+        say(f"attacks {len(cases)} runs with {len(chosen)} adversaries")
         results = attack_all(cases, chosen, options.out, len(os.sched_getaffinity(0)) if is_tiny else 1)
-    _say(f"controls of {len(chosen)} adversaries")
+    say(f"waits for the controls of {len(chosen)} adversaries, which run beside this")
     try:
         checks: list[ControlResult] = results_of_controls.recv()
     except EOFError as exc:
@@ -257,13 +260,11 @@ def attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, nu
 
     whole = [(case, part) for case in range(len(cases)) for part in range(len(parts(chosen)))]
     if num_processes < 2:
-        return [
-            result for case, part in whole for result in attack(cases[case], parts(chosen)[part], chosen, out, _say)
-        ]
+        return [result for case, part in whole for result in attack(cases[case], parts(chosen)[part], chosen, out, say)]
     order = sorted(whole, key=lambda one: one[1])  # the adversaries that take longest come first
     context = multiprocessing.get_context("fork")  # a forked process has views and models already
     others = {process.pid for process in multiprocessing.active_children()}
-    with _sigterm_waits():  # the forked processes inherit this
+    with _waits(signal.SIGTERM):  # the forked processes inherit this
         pool = context.Pool(num_processes, _set_work, (cases, chosen, out))
     with pool:
         started = {process.pid for process in multiprocessing.active_children()} - others
@@ -277,9 +278,9 @@ def attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, nu
 
 
 @contextlib.contextmanager
-def _sigterm_waits() -> Iterator[None]:
-    """Blocks SIGTERM for this thread within the context. A signal that comes meanwhile is delivered afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+def _waits(number: signal.Signals) -> Iterator[None]:
+    """Blocks a signal for this thread within the context. One that comes meanwhile is delivered afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         yield
     finally:
@@ -304,11 +305,7 @@ def _attack_part(place: tuple[int, int]) -> list[Result]:
     from attacks.report.evaluate import attack, parts
 
     cases, chosen, out = _work[0]
-    return attack(cases[place[0]], parts(chosen)[place[1]], chosen, out, _say)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return attack(cases[place[0]], parts(chosen)[place[1]], chosen, out, say)
 
 
 def _checked_view(view: View, label: str, num_prompts: int) -> View:
@@ -342,6 +339,7 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     from attacks.truth.secrets import Truth
     from attacks.victim.models import load_public
 
+    say(f"reads the recording {options.view}")
     view = open_view(options.view)
     tenants = view.tenants if options.tenant is None else (options.tenant,)
     notes = [f"recording of {view.manifest.model_id}, {len(view.messages)} messages"]
@@ -394,7 +392,9 @@ def make_cases(scratch: Path, recording: Path, model: str, options: argparse.Nam
     profile = profiles.choose(scratch, model, options.adapter, options.peft)
     job = profile.job.model_copy(update={"watched": True}) if options.draws else profile.job
     seen = recording / "seen"  # no truth in this folder
-    harness.record(scratch / "run", seen, profile.model, job, runs, profile.limit, profile.layers)
+    say(f"records the traffic of a victim, {model}, in {len(runs)} runs: {', '.join(run.label for run in runs)}")
+    harness.record(scratch / "run", seen, profile.model, job, runs, profile.limit, profile.layers, say)
+    say("reads the recording, and the truth for the judge")
     view = open_view(seen)
     if not view.is_ended:
         raise ConfigurationError("the recording was not ended: is there room on the disk?")

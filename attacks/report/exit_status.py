@@ -6,12 +6,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from attacks.report.stages import say
+from runtime.stopping import at_once, told_when_stopped
 from wire.errors import VeilbaseError
+
+_LOADING = "{}: loading torch and transformers"
 
 
 def out_parser(program: str) -> argparse.ArgumentParser:
@@ -28,11 +33,30 @@ def docstring_of(program: str) -> str | None:
     return ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")))
 
 
-def exit_status(out: Path | None, work: Callable[[], int], check: Callable[[], object] = lambda: None) -> int:
+def run_program(name: str, arguments: Sequence[str] | None) -> int:
+    """Loads a program of attacks/programs, which takes seconds, runs it, and returns its exit status. Ctrl-C ends it
+    with one line.
+
+    Args:
+        name: the module's name.
+        arguments: the command line's arguments, which were checked already; None for those of the process.
+    """
+    program = f"attacks.{name}"
+    with told_when_stopped(program):
+        say(_LOADING.format(program))
+        with at_once(program):
+            loaded = importlib.import_module(f"attacks.programs.{name}")
+        return int(loaded.main(arguments))
+
+
+def exit_status(
+    program: str, out: Path | None, work: Callable[[], int], check: Callable[[], object] = lambda: None
+) -> int:
     """Runs `work` and returns its exit status. If the folder cannot be used, or if `check` or `work` raises a
     VeilbaseError or an OSError, prints one line on standard error and returns 2.
 
     Args:
+        program: the program's name, as after `python -m`.
         out: a folder to make before any work is done; None makes none.
         work: a function that does the work and returns the exit status.
         check: a function that checks the command line, without torch and before the folder is made.
@@ -43,7 +67,10 @@ def exit_status(out: Path | None, work: Callable[[], int], check: Callable[[], o
             out.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=out):
                 pass  # checks that the folder is writable
-        from runtime.loading import quiet_transformers  # loads torch, after what is told without it
+        if "torch" not in sys.modules:
+            say(_LOADING.format(program))
+        with at_once(program):
+            from runtime.loading import quiet_transformers  # loads torch, after what is told without it
 
         with quiet_transformers():
             return work()

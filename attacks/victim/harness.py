@@ -12,19 +12,24 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from attacks.victim.names import STAGE
 from attacks.victim.tenant import Job, Run, Site
 from wire.errors import ConfigurationError
 
 _START_S = 300
+_LOOK_S, _STILL_S = 1.0, 15.0
+"""The seconds between two looks at how far the victim is, and those after which a stage that goes on is said again."""
 _VICTIM_S = 3000
 
 
 def record(
-    folder: Path, seen: Path, model: str, job: Job, masks: list[Run], limit: str = "4GiB", layers: str | None = None
-) -> None:
+    folder: Path, seen: Path, model: str, job: Job, masks: list[Run], limit: str = "4GiB", layers: str | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> None:  # fmt: skip
     """Runs the victim with a provider that records, and keeps only the recording for adversaries.
 
     Args:
@@ -35,6 +40,7 @@ def record(
         masks: the runs to make; `identity` is filled in here.
         limit: the recording's size limit, such as 4GiB.
         layers: fnmatch patterns of the layers to record; None records all.
+        say: called with a line for each stage of the victim's work, and now and then within one.
 
     Raises:
         ConfigurationError: the provider did not start or could not enrol a tenant, or the victim failed or took longer
@@ -54,12 +60,46 @@ def record(
         _victim(folder / "job.json", log, environment) as victim,
         _provider(folder, model, options, runs, environment) as url,
     ):
-        try:
-            victim.communicate(Site(url=url, runs=runs).model_dump_json(), timeout=_VICTIM_S)
-        except subprocess.TimeoutExpired as exc:
-            raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from exc
+        _wait(victim, Site(url=url, runs=runs), Stages(log, say))
         if victim.returncode:
             raise ConfigurationError(f"the victim failed: {_last_line(log)}")
+
+
+def _wait(victim: subprocess.Popen[str], site: Site, stages: Stages) -> None:
+    """Tells the victim where the provider is, and waits for its end; meanwhile says how far it is."""
+    until = time.monotonic() + _VICTIM_S
+    told: str | None = site.model_dump_json()
+    while time.monotonic() < until:
+        try:
+            victim.communicate(told, timeout=_LOOK_S)
+            return
+        except subprocess.TimeoutExpired:
+            told = None  # what was given goes on being written
+            stages.look()
+    raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s")
+
+
+class Stages:
+    """Says which stages a victim has written into its log, and from time to time that one goes on."""
+
+    def __init__(self, log: Path, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._say, self._clock = log, say, clock
+        self._began_s = self._said_s = clock()
+        self._num_said, self._last = 0, "begins"
+
+    def look(self) -> None:
+        """Says what is new."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        stages = [line.removeprefix(STAGE) for line in lines if line.startswith(STAGE)]
+        now_s = self._clock()
+        for stage in stages[self._num_said :]:
+            self._last = stage
+            self._say(f"victim: {stage}")
+            self._began_s = self._said_s = now_s
+        self._num_said = len(stages)
+        if now_s - self._said_s >= _STILL_S:
+            self._said_s = now_s
+            self._say(f"victim: {self._last}, for {now_s - self._began_s:.0f} s so far")
 
 
 @contextlib.contextmanager
@@ -103,7 +143,10 @@ def _provider(
         enroll = [sys.executable, "-m", "provider", "enroll", "--state", str(state), "--endpoint", url]
         with contextlib.ExitStack() as ending:
             enrolling = [
-                subprocess.Popen([*enroll, run.label, "--out", str(run.identity)], stdout=subprocess.DEVNULL)
+                # in groups of their own: Ctrl-C in a terminal is said by this process alone
+                subprocess.Popen(
+                    [*enroll, run.label, "--out", str(run.identity)], stdout=subprocess.DEVNULL, process_group=0
+                )
                 for run in runs
             ]
             for one in enrolling:

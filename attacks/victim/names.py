@@ -1,5 +1,5 @@
-"""This module names the models and masks of a victim. Importing it does not load torch, so that a command line is
-checked at once."""
+"""This module names the models, masks and stages of a victim. Importing it does not load torch, so that a command line
+is checked at once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ ROUNDED = "lattice-rounded"
 adversaries that look there would find nothing to say about a tenant's sampler."""
 MASKS = ("off", "gaussian-pool", "lattice", ROUNDED, "pad")
 """The masks under which a victim runs."""
+STAGE = "stage: "
+"""How the lines begin by which a victim's process says what it does."""
 PRIVATE_MASKS = ("lattice", ROUNDED, "pad", "shares")
 """The masks that hide rows, so that no adversary may win against them."""
 

@@ -22,6 +22,8 @@ from unittest import mock
 
 from pydantic import BaseModel
 
+from attacks.victim.names import STAGE
+
 KINDS = {"lora": "LoraConfig", "ia3": "IA3Config", "oft": "OFTConfig", "boft": "BOFTConfig"}
 
 
@@ -105,6 +107,7 @@ def main(job: Job, find_site: Callable[[], Site]) -> None:
     cache = job.truth / "cache"
     adapter = job.adapter
     if adapter is None:
+        _tell(f"trains its adapter, {job.train_steps} steps")
         adapter = job.truth / "adapter"
         with TenantClient(f"inproc:{job.model}", mask="off", arithmetic="float", cache=cache, progress=False) as client:
             _train(client, job, adapter, job.train_steps, job.batch_size)
@@ -132,7 +135,8 @@ def _send(job: Job, site: Site, cache: Path, adapter: Path) -> None:
     """Sends the traffic of every run."""
     from tenant_sdk import TenantClient
 
-    for run in site.runs:
+    for number, run in enumerate(site.runs, 1):
+        _tell(f"sends traffic {number}/{len(site.runs)}: {run.label}")
         is_watched = job.watched and run.mask == "lattice"
         with _watched(job.truth / f"{run.label}-draws.json") if is_watched else nullcontext(), TenantClient(
             site.url, identity=run.identity, mask=run.mask, arithmetic=run.arithmetic, mask_options=run.mask_options,
@@ -146,6 +150,11 @@ def _send(job: Job, site: Site, cache: Path, adapter: Path) -> None:
                 _train_on(client, job, adapter)
         (job.truth / f"{run.label}.json").write_text(json.dumps(sent))
         (job.truth / f"{run.label}-batches.json").write_text(json.dumps(trained))
+
+
+def _tell(stage: str) -> None:
+    """Tells the harness, which reads this process's output, what is done now."""
+    print(f"{STAGE}{stage}", flush=True)
 
 
 def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> None:

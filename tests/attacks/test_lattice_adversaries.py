@@ -411,7 +411,11 @@ def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 @needs_fpylll
 def test_growth_is_measured() -> None:
-    measured = lattice_reduction.measure_growth([8, 16, 24])
+    said: list[str] = []
+    measured = lattice_reduction.measure_growth([8, 16, 24], say=said.append)
+    assert [line.partition(",")[0] for line in said] == [
+        f"reduces a lattice of dimension {each}" for each in (8, 16, 24)
+    ]
     assert [one.block_size for one in measured] == [2, 2, 2]
     assert set(lattice_reduction.extrapolate(measured)) == set(PARAMETERS)
 

@@ -122,7 +122,10 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     for arithmetic in ("float", "ring"):
         for thief in ("closed-form", "substitute"):
             assert gains["off", arithmetic, thief] >= 0.9
-    assert "| lattice | ring |" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "| lattice | ring |" in shown.out
+    for stage in ("records the traffic of a victim", "victim: sends traffic 1/", "reads the recording", "attacks "):
+        assert stage in shown.err
     metadata = {
         (one["module"], one["value"], one["said"])
         for one in json.loads((tmp_path / "report.json").read_text())["results"]
@@ -179,7 +182,7 @@ def test_what_libraries_say_is_not_shown(tmp_path: Path, capsys: pytest.CaptureF
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert exit_status(None, work) == 7
+        assert exit_status("attacks.game", None, work) == 7
     assert [str(each.message) for each in seen] == []
     assert capsys.readouterr().err == ""
 
