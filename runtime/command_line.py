@@ -14,6 +14,7 @@ import os
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +39,8 @@ _VALUE_ERROR = "Value error, "
 """What pydantic, which typer also uses, puts before the text of a ValueError."""
 TOLD_AFTER_S = 2.0
 """The seconds after which a user is told what takes so long."""
+TOLD_AGAIN_S = 10.0
+"""The seconds after which a user is told once more."""
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095
 """The most bytes of a file's name, and of a path, that Linux takes. Asked about longer ones, Python raises an error."""
 _MOST_OF_A_NAME, _LEAST_OF_A_MEANING = 30, 20
@@ -206,26 +209,37 @@ def show_version(wanted: bool) -> None:
 
 @contextlib.contextmanager
 def told_if_slow(
-    what: str, say: Callable[[str], object] | None, after_s: float | None = None
+    what: str, say: Callable[[str], object] | None, after_s: float | None = None, again_s: float = TOLD_AGAIN_S
 ) -> Iterator[Callable[[], None]]:
-    """Says what is under way, in one line, if the code in this context takes longer than `after_s`.
+    """Says what is under way, in one line, if the code in this context takes longer than `after_s`; and again from time
+    to time, with the seconds that it has taken, until it ends.
 
     Args:
         what: what is done, such as "loading torch".
         say: called with the line, in a thread of its own; None says nothing.
         after_s: the seconds before anything is said; None for `TOLD_AFTER_S`.
+        again_s: the seconds between two lines after that.
 
     Yields:
-        A function that ends the wait early, when something else shows that work goes on.
+        A function that ends this early, when something else shows that work goes on.
     """
-    wait_s = TOLD_AFTER_S if after_s is None else after_s
-    timer = threading.Timer(wait_s, lambda: None if say is None else say(f"{what} ..."))
-    timer.daemon = True
-    timer.start()
+    if say is None:
+        yield lambda: None
+        return
+    ended, began_s = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        if ended.wait(TOLD_AFTER_S if after_s is None else after_s):
+            return
+        say(f"{what} ...")
+        while not ended.wait(again_s):
+            say(f"{what} ... {time.monotonic() - began_s:.0f} s so far")
+
+    threading.Thread(target=tell, name="told if slow", daemon=True).start()
     try:
-        yield timer.cancel
+        yield ended.set
     finally:
-        timer.cancel()
+        ended.set()
 
 
 def to_stderr(line: str) -> None:

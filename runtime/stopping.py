@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -58,11 +59,11 @@ def told_when_stopped(program: str) -> Iterator[None]:
         with _handled({signal.SIGTERM: end}):
             yield
     except KeyboardInterrupt:
-        tell_stopped(program)
+        _print(program)
         raise SystemExit(INTERRUPTED) from None
     except SystemExit as exc:
         if isinstance(exc, Terminated) or exc.code == INTERRUPTED:  # which typer makes of Ctrl-C
-            tell_stopped(program)
+            _print(program)
         raise
 
 
@@ -109,6 +110,11 @@ def _handled(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
 
 def _is_replaced(handler: object) -> bool:
     return handler in (signal.SIG_DFL, signal.default_int_handler) or getattr(handler, "__module__", "") == __name__
+
+
+def _print(program: str) -> None:
+    with contextlib.suppress(OSError, IndexError):
+        print(f"{program}: {_said.pop()}", file=sys.stderr, flush=True)
 
 
 def tell_stopped(program: str) -> None:

@@ -30,7 +30,7 @@ from tenant_sdk.model.send import RemoteExecutor
 from tenant_sdk.options import names_keywords, takes_options
 from tenant_sdk.plan import Trust, is_on_this_host, make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
-from tenant_sdk.progress import counting
+from tenant_sdk.progress import stages
 from tenant_sdk.serving.settings import NOT_OF_MANY, EngineOptions, ManyKeywords, RequestOptions, StoreOptions
 from tenant_sdk.session import Session, beginning_of, open_bundle, open_session, open_text
 from tenant_sdk.session_protocol import CheckOffer
@@ -113,7 +113,8 @@ class TenantClient:
             device: the device on which attention, norms and adapters run.
             cache: folder for providers' bundles and for the lattice mask's hints; $VEILBASE_CACHE or ~/.cache/veilbase
                 by default.
-            progress: whether bars are shown on stderr while a checkpoint is read or hints are fetched or computed.
+            progress: whether stderr shows how far it is while a checkpoint is read, hints are fetched or computed, or
+                a run is planned: bars in a terminal, and a line every few seconds elsewhere.
             tokenizer: a tokenizer that you trust (folder, GGUF file, hub id or smollm2-135m), which has to map tokens
                 as the provider's tokenizer does. Without `tokenizer` and `verify`, the provider's tokenizer decides how
                 text becomes rows, and the provider sees the number of rows.
@@ -211,7 +212,7 @@ class TenantClient:
             if self._closed:
                 raise ConfigurationError("this client was closed")
             if self._session is None:
-                with counting("checking the provider", self._progress and self._plan.verify is not None) as report:
+                with stages(self._progress) as report:
                     self._session = open_session(self._plan, report, self._say, check)
             elif check is not None:
                 check(self._session.manifest, partial(beginning_of, self._plan, self._session))
@@ -235,8 +236,8 @@ class TenantClient:
         session = self._open()
         with self._lock, session.executor.in_session():
             if self._folder is None:
-                with told_if_slow("fetching the provider's config, tokenizer and small tensors", self._say):
-                    self._folder = open_bundle(self._plan, session)
+                with stages(self._progress) as report:
+                    self._folder = open_bundle(self._plan, session, report)
             return self._folder
 
     @property
@@ -576,7 +577,7 @@ class TenantClient:
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()
         with session.executor.in_session():
-            prepare_masks(session.scheme, session.asked, self._bundle(), directions, num_tokens)
+            prepare_masks(session.scheme, session.asked, self._bundle(), directions, num_tokens, self._progress)
 
     @names_keywords
     def explain(self, everything: bool = False) -> str:

@@ -54,15 +54,22 @@ def settle_hints(scheme: MaskScheme, manifest: Manifest, folder: Path, weight_of
 
 
 def prepare_masks(
-    scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], num_rows: int
+    scheme: MaskScheme,
+    manifest: Manifest,
+    folder: Path,
+    directions: Iterable[Direction],
+    num_rows: int,
+    progress: bool = False,
 ) -> None:
     """Makes masks for `num_rows` tokens in every layer, or for fewer tokens if the pool of masks is too small. Does
-    nothing for a mask other than `Lattice` and `Pad`."""
+    nothing for a mask other than `Lattice` and `Pad`. `progress` tells whether to show how far this is."""
     if isinstance(scheme, Lattice | Pad):
         wanted = list(_pairs(manifest, folder, directions))
         row_bytes = sum(scheme.pool.row_bytes(group, direction) for group, direction in wanted)
-        for group, direction in wanted:
-            scheme.prepare(group, direction, min(num_rows, scheme.pool.fitting_rows(row_bytes)))
+        with counting("making masks", progress) as report:
+            for done, (group, direction) in enumerate(wanted, 1):
+                scheme.prepare(group, direction, min(num_rows, scheme.pool.fitting_rows(row_bytes)))
+                report(done, len(wanted))
 
 
 def _pairs(manifest: Manifest, folder: Path, directions: Iterable[Direction]) -> Iterator[tuple[GroupSpec, Direction]]:

@@ -1,7 +1,7 @@
 """This module shows on stderr how far training (step and loss) and long preparations are.
 
-In a terminal there is a bar. Elsewhere, as in a log file or under a supervisor, there are lines: one for each step of
-training, and one for each tenth of a preparation.
+In a terminal there are bars. Elsewhere, as in a log file or under a supervisor, there are lines: one for each step of
+training, and one every few seconds of a preparation, which has stages.
 
 Guarantees: both times that are shown, the elapsed and the remaining one, are of one clock: together they are the time
 that the whole is expected to take, which changes only when a step ends. The remaining time is known once one step has
@@ -13,17 +13,25 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 from transformers import TrainerCallback
 
-_PARTS = 10
-"""The number of lines that a preparation prints where there is no terminal, its first line apart."""
+from runtime.command_line import to_stderr
+from tenant_sdk.report import Report, unseen
+
+_LINE_S = 5.0
+"""The least seconds between two lines of a stage where there is no terminal."""
+_QUICK_S = 1.0
+"""The seconds of a stage that is so short that it is not shown beside others."""
+_LOOK_S = 0.5
+"""The seconds between two looks whether a line is due."""
 
 
 class Pace:
@@ -47,9 +55,14 @@ class Pace:
         elif done == self._first == self._done:
             self._stepping_s = self._clock()
 
+    def end(self) -> None:
+        """Stops the clock."""
+        ended_s = self._clock()
+        self._clock = lambda: ended_s
+
     @property
     def elapsed_s(self) -> float:
-        """Returns the seconds since `begin`."""
+        """Returns the seconds since `begin`, until `end`."""
         return self._clock() - self._began_s
 
     def remaining_s(self, total: int | None) -> float | None:
@@ -75,15 +88,11 @@ def _clock_face(seconds: int) -> str:
 
 
 class _Times(ProgressColumn):
-    """Shows both times of a task."""
-
-    def __init__(self, pace: Pace) -> None:
-        super().__init__()
-        self._pace = pace
+    """Shows both times of a task, whose field `pace` knows them."""
 
     def render(self, task: Task) -> Text:
         """Returns the elapsed and the remaining time."""
-        elapsed, left = self._pace.shown(None if task.total is None else int(task.total))
+        elapsed, left = task.fields["pace"].shown(None if task.total is None else int(task.total))
         return Text.assemble((elapsed, "progress.elapsed"), " ", (left, "progress.remaining"))
 
 
@@ -111,7 +120,7 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         self._pace, self._has_bar = Pace(clock), _has_bar(console)
         self._bar = Progress(
             TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
-            _Times(self._pace), console=console,
+            _Times(), console=console,
         )  # fmt: skip
         self._task: Any = None
 
@@ -120,7 +129,9 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         self._pace.begin(state.global_step)
         if self._has_bar:
             self._bar.start()
-            self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, loss="-")
+            self._task = self._bar.add_task(
+                "", total=state.max_steps, completed=state.global_step, loss="-", pace=self._pace
+            )
         else:  # the first step may take minutes
             print(f"fine-tuning {state.global_step}/{state.max_steps} ...", file=sys.stderr, flush=True)
 
@@ -149,51 +160,173 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
+def stages(
+    show: bool = True,
+    console: Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    is_long: bool = False,
+) -> Iterator[Report]:
+    """Shows on stderr how far a preparation of several stages is, unless `show` is false: by `Bars` in a terminal, and
+    by `Lines` elsewhere. Stages that take less than a second are not shown.
+
+    Args:
+        show: whether anything is shown.
+        console: where bars appear, by default stderr; lines go to stderr in any case.
+        clock: returns the present time in seconds.
+        is_long: whether the first stage is shown at once, since it is known to take long.
+
+    Yields:
+        A function that is told how far the preparation is.
+    """
+    if not show:
+        yield unseen
+        return
+    console = console or Console(stderr=True)
+    shown = Bars(console, clock, is_long) if _has_bar(console) else Lines(clock, is_long)
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_S):
+            shown.look()
+
+    threading.Thread(target=look, name="progress", daemon=True).start()
+    try:
+        yield shown
+    finally:
+        ended.set()
+        shown.end()
+
+
+@contextlib.contextmanager
 def counting(
     what: str, show: bool = True, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int, int], None]]:
-    """Shows on stderr how far a preparation is, unless `show` is false.
+    """Shows on stderr how far a preparation of one stage is, from the start; see `stages`.
 
     Args:
-        what: the label.
-        show: whether anything is shown.
-        console: where the bar appears, by default stderr; lines go to stderr in any case.
-        clock: returns the present time in seconds.
+        what: the stage.
+        show, console, clock: as for `stages`.
 
     Yields:
         A function that takes the number of steps done and the number of all steps.
     """
-    if not show:
-        yield lambda done, total: None
-        return
-    console, pace = console or Console(stderr=True), Pace(clock)
-    if not _has_bar(console):
-        yield _lines(what, pace)
-        return
-    with Progress(
-        TextColumn(what), BarColumn(), MofNCompleteColumn(), _Times(pace), console=console
-    ) as bar:  # fmt: skip
-        task = bar.add_task("", total=None)
-
-        def report(done: int, total: int) -> None:
-            pace.reach(done)
-            bar.update(task, completed=done, total=total)
-
-        yield report
+    with stages(show, console, clock, is_long=True) as report:
+        report(what)
+        yield lambda done, total: report(what, done, total)
 
 
-def _lines(what: str, pace: Pace) -> Callable[[int, int], None]:
-    """Returns a function like that of `counting`, which prints a line when a further tenth of the steps is done. The
-    first line comes at once, since the first step may take long."""
-    print(f"{what} ...", file=sys.stderr, flush=True)
-    printed = 0
+class _Parts(ProgressColumn):
+    """Shows how many parts of a task are done; nothing while their number is not known."""
 
-    def report(done: int, total: int) -> None:
-        nonlocal printed
-        pace.reach(done)
-        part = _PARTS * done // total if total else 0
-        if part > printed:
-            printed = part
-            _line(what, done, total, pace)
+    def render(self, task: Task) -> Text:
+        """Returns the numbers and the unit."""
+        if task.total is None:
+            return Text("")
+        return Text(f"{int(task.completed)}/{int(task.total)} {task.fields['unit']}".rstrip(), "progress.download")
 
-    return report
+
+class Bars:
+    """Shows a bar for each stage of a preparation in a terminal, below those of the stages before it. What is not shown
+    by then appears when a stage has taken `_QUICK_S`."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic, is_long: bool = False) -> None:
+        """Shows nothing yet; see `stages` for the arguments."""
+        self._bars = Progress(TextColumn("{task.description}"), BarColumn(), _Parts(), _Times(), console=console)
+        self._clock, self._is_long, self._lock = clock, is_long, threading.Lock()
+        self._stage, self._task, self._pace = "", TaskID(0), Pace(clock)
+
+    def __call__(self, stage: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
+        """Notes how far a stage is; see `Report`."""
+        with self._lock:
+            if stage != self._stage:
+                self._end_stage()
+                self._stage, self._pace = stage, Pace(self._clock)
+                self._task = self._bars.add_task(stage, total=None, pace=self._pace, unit=unit)
+            self._pace.reach(done)
+            self._bars.update(self._task, completed=done, total=total, unit=unit)
+            self._appear()
+
+    def look(self) -> None:
+        """Makes the bars appear if it is time. This is called every half second."""
+        with self._lock:
+            self._appear()
+
+    def end(self) -> None:
+        """Leaves the bars as they are."""
+        with self._lock:
+            self._end_stage()
+            self._bars.stop()
+
+    def _appear(self) -> None:
+        if self._stage and (self._is_long or self._pace.elapsed_s >= _QUICK_S):
+            self._bars.start()
+
+    def _end_stage(self) -> None:
+        self._pace.end()
+        if self._stage and self._pace.elapsed_s < _QUICK_S and not self._is_long:
+            self._bars.update(self._task, visible=False)
+
+
+class Lines:
+    """Prints lines on stderr about the stages of a preparation, where there is no terminal.
+
+    The first line of a stage comes when it has taken `_QUICK_S`. Another line comes every `_LINE_S` seconds, or after
+    a twentieth of the stage's time where that is longer, whether a part was done meanwhile or not; and at the end of a
+    stage that took `_LINE_S` or more.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, is_long: bool = False) -> None:
+        """Prints nothing yet; see `stages` for the arguments."""
+        self._clock, self._is_long, self._lock = clock, is_long, threading.Lock()
+        self._pace = Pace(clock)
+        self._stage, self._done, self._total, self._unit = "", 0, None, ""
+        self._printed_s = -math.inf
+
+    _total: int | None
+
+    def __call__(self, stage: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
+        """Notes how far a stage is; see `Report`."""
+        with self._lock:
+            if stage != self._stage:
+                self._begin(stage)
+            self._pace.reach(done)
+            is_end = total is not None and done >= total > self._done
+            self._done, self._total, self._unit = done, total, unit
+            if self._is_due() or (is_end and self._pace.elapsed_s >= _LINE_S):
+                self._print()
+
+    def look(self) -> None:
+        """Prints a line if one is due. This is called every half second."""
+        with self._lock:
+            if self._stage and not self._is_over() and self._is_due():
+                self._print()
+
+    def end(self) -> None:
+        """Prints no further line."""
+        with self._lock:
+            self._stage = ""
+
+    def _begin(self, stage: str) -> None:
+        is_first = not self._stage
+        self._stage, self._done, self._total, self._printed_s = stage, 0, None, -math.inf
+        self._pace.begin()
+        if is_first and self._is_long:
+            self._printed_s = self._clock()
+            to_stderr(f"{stage} ...")
+
+    def _is_over(self) -> bool:
+        return self._total is not None and self._done >= self._total
+
+    def _is_due(self) -> bool:
+        wait_s = max(_LINE_S, self._pace.elapsed_s / 20)
+        return self._pace.elapsed_s >= _QUICK_S and self._clock() - self._printed_s >= wait_s
+
+    def _print(self) -> None:
+        self._printed_s = self._clock()
+        elapsed, left = self._pace.shown(self._total)
+        if self._total is None:
+            to_stderr(f"{self._stage} ...  {elapsed} elapsed")
+        else:
+            parts = f"{self._done}/{self._total} {self._unit}".rstrip()
+            to_stderr(f"{self._stage} {parts}  {elapsed} elapsed, {left} left")

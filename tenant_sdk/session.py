@@ -36,6 +36,7 @@ from tenant_sdk.model.kept import KeptWeights
 from tenant_sdk.model.send import RemoteExecutor
 from tenant_sdk.plan import Plan
 from tenant_sdk.prepare import settle_hints
+from tenant_sdk.report import Report, unseen
 from tenant_sdk.session_protocol import CheckOffer
 from tenant_sdk.text.source import LocalSource, TenantText, named_text, provider_text, verified_text
 from tenant_sdk.trust.bundle import default_cache, fetch_bundle, kept_beginning
@@ -115,7 +116,7 @@ class Session:
 
 def open_session(
     plan: Plan,
-    on_verified: Callable[[int, int], None] | None = None,
+    report: Report = unseen,
     say: Callable[[str], object] | None = None,
     check: CheckOffer | None = None,
 ) -> Session:
@@ -123,7 +124,7 @@ def open_session(
 
     Args:
         plan: the client's settings.
-        on_verified: called with (number of groups compared, number of all groups) while a trusted checkpoint is read.
+        report: told how far the comparison with a trusted checkpoint is.
         say: called with a line about a step that takes seconds; None says nothing.
         check: called with the manifest, and with a function that returns the beginning of a file of the bundle, before
             anything else is done with them.
@@ -169,14 +170,7 @@ def open_session(
         undo.callback(scheme.close)
         found: _Compared | None = None
         if verifier is not None:
-            with told_if_slow(f"comparing with the trusted checkpoint {plan.verify}", say) as is_told:
-
-                def report(done: int, total: int) -> None:
-                    is_told()
-                    if on_verified is not None:
-                        on_verified(done, total)
-
-                found = _compare(plan, connections[0], manifest, report, own_weights, verifier, kept)
+            found = _compare(plan, connections[0], manifest, report, own_weights, verifier, kept)
         weights = None if found is None else found.kept
         if found is None and kept.groups:
             with told_if_slow("fetching the weights of layers that are kept", say):
@@ -223,12 +217,12 @@ def _find_tokenizer(name: str) -> LocalSource:
     return find_tokenizer(name)
 
 
-def open_bundle(plan: Plan, session: Session) -> Path:
+def open_bundle(plan: Plan, session: Session, report: Report = unseen) -> Path:
     """Returns the folder of the provider's bundle (config, tokenizer, small tensors), which is downloaded unless it is
     cached.
 
     The bundle of an unverified provider over the network is also compared with the digests that were pinned at first
-    use.
+    use. `report` is told how much was downloaded.
 
     Raises:
         ProviderChanged: an unverified provider changed what the tenant has used before.
@@ -237,7 +231,7 @@ def open_bundle(plan: Plan, session: Session) -> Path:
         ConfigurationError: the bundle or the pins cannot be stored, or padding cannot hide this model's row counts.
     """
     manifest = session.manifest
-    folder = fetch_bundle(session.connections[0], manifest, plan.cache)
+    folder = fetch_bundle(session.connections[0], manifest, plan.cache, report)
     check_manifest_config(folder, manifest)
     context_length(folder)  # raises an error if the config's context length is impossible
     if plan.bucket is not None:
@@ -417,7 +411,7 @@ def _compare(
     plan: Plan,
     connection: Connection,
     manifest: Manifest,
-    on_verified: Callable[[int, int], None],
+    report: Report,
     own_weights: dict[int, torch.Tensor],
     verifier: Verifier,
     kept: Kept,
@@ -431,7 +425,8 @@ def _compare(
     """
     from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 
-    checkpoint, folder = TrustedCheckpoint.open(str(plan.verify)), fetch_bundle(connection, manifest, plan.cache)
+    checkpoint = TrustedCheckpoint.open(str(plan.verify))
+    folder = fetch_bundle(connection, manifest, plan.cache, report)
     cache = plan.cache or default_cache()
     kept_weights: dict[int, torch.Tensor] = {}
 
@@ -442,7 +437,7 @@ def _compare(
         elif plan.mask == "pad":
             own_weights[group] = weight
 
-    weight_of = checkpoint.check_provider(manifest, folder, verifier, on_verified, keep, cache, kept.groups)
+    weight_of = checkpoint.check_provider(manifest, folder, verifier, report, keep, cache, kept.groups)
     if plan.keep_dtype == "bf16":
-        kept_weights = checkpoint.own_weights([manifest.groups[group] for group in sorted(kept.groups)])
+        kept_weights = checkpoint.own_weights([manifest.groups[group] for group in sorted(kept.groups)], report)
     return _Compared(folder, weight_of, KeptWeights(kept_weights))

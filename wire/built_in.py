@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import importlib.util
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -56,12 +56,15 @@ class BuiltIn:
             )
         return files[0]
 
-    def check(self, file: Path, copy: BinaryIO | None = None) -> None:
+    def check(
+        self, file: Path, copy: BinaryIO | None = None, read: Callable[[int], object] = lambda num_bytes: None
+    ) -> None:
         """Reads a file once, and compares its SHA-256 with the known one.
 
         Args:
             file: the file to read.
             copy: a file that gets the bytes that were hashed.
+            read: called with the number of bytes of each part that was read.
 
         Raises:
             ConfigurationError: the file has another SHA-256, or cannot be read or copied.
@@ -71,6 +74,7 @@ class BuiltIn:
             with file.open("rb") as opened:
                 while chunk := opened.read(_CHUNK_BYTES):
                     digest.update(chunk)
+                    read(len(chunk))
                     if copy is not None:
                         copy.write(chunk)
         except OSError as exc:

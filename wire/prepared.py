@@ -33,7 +33,7 @@ import secrets
 import stat
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +56,8 @@ _PARTIAL_AGE_S = 86_400
 """A partial file of this age is what a crash left: no checkpoint takes a day to prepare."""
 _UNUSED_S = 30 * 86_400
 """A store that was not opened for so long is removed when another one is written."""
+_CHECKED_BYTES = 1 << 24
+"""The bytes of a store that are checked before it is said how far this is."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -149,12 +151,15 @@ class PreparedStore:
         return torch.frombuffer(self._mapped, dtype=dtype, count=count, offset=offset)
 
 
-def open_store(folder: Path, key: StoreKey) -> PreparedStore | None:
+def open_store(
+    folder: Path, key: StoreKey, checked: Callable[[int, int], object] = lambda done, total: None
+) -> PreparedStore | None:
     """Opens a store and checks it; returns None if there is none.
 
     Args:
         folder: the folder of the stores.
         key: what the store must have been made of.
+        checked: called with the number of bytes whose SHA-256 was worked out, and that of all bytes.
 
     Raises:
         ConfigurationError: the store is not to be trusted; the text says why.
@@ -186,7 +191,7 @@ def open_store(folder: Path, key: StoreKey) -> PreparedStore | None:
         raise ConfigurationError(getattr(exc, "strerror", None) or "it cannot be mapped") from exc
     finally:
         os.close(fd)
-    return PreparedStore(mapped, _checked_header(mapped, key))
+    return PreparedStore(mapped, _checked_header(mapped, key, checked))
 
 
 def _open_file(folder: Path, name: str) -> int:
@@ -206,12 +211,17 @@ def _check_owner(status: os.stat_result, what: str) -> None:
         raise ConfigurationError(f"others may open or change {what}")
 
 
-def _checked_header(mapped: mmap.mmap, key: StoreKey) -> dict[str, Any]:
+def _checked_header(mapped: mmap.mmap, key: StoreKey, checked: Callable[[int, int], object]) -> dict[str, Any]:
     """Returns the header of a mapped store. Nothing but the fixed tail is read before the SHA-256 was checked."""
     size = len(mapped)
     header_bytes, magic, sha = _TAIL.unpack(mapped[size - _TAIL.size :])
+    digest = hashlib.sha256()
     with memoryview(mapped) as whole, whole[: size - len(sha)] as summed:
-        found = hashlib.sha256(summed).digest()
+        for start in range(0, len(summed), _CHECKED_BYTES):
+            with summed[start : start + _CHECKED_BYTES] as part:
+                digest.update(part)
+                checked(start + len(part), len(summed))
+    found = digest.digest()
     if magic != _MAGIC or found != sha:
         raise ConfigurationError("its bytes are damaged")
     if header_bytes > min(_MAX_HEADER_BYTES, size - _TAIL.size):

@@ -16,12 +16,13 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from noise.disk.private_files import make_private_folder
 from runtime.files import locked_folder, nearest_there, why_not_writable
+from tenant_sdk.report import Report, megabytes, unseen
 from wire.errors import ConfigurationError, MalformedFrame
 from wire.limits import CHUNK_BYTES
 from wire.manifest import BundleFile, Manifest
@@ -29,6 +30,8 @@ from wire.manifest import BundleFile, Manifest
 if TYPE_CHECKING:
     from wire.transport.connection import Connection
 
+FETCHING = "fetching config, tokenizer, small tensors"
+"""What `fetch_bundle` reports."""
 _UNSAFE_KEYS = frozenset({"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "compile_config"})
 _UNSAFE_WORDS = ("attn_implementation", "experts_implementation", "kernel", "trust_remote_code")
 """Words in config keys. A key with such a word, or a key of `_UNSAFE_KEYS`, makes transformers import a file, fetch a
@@ -69,13 +72,16 @@ def kept_beginning(manifest: Manifest, name: str, cache: Path | None = None) -> 
         return b""
 
 
-def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None = None) -> Path:
+def fetch_bundle(
+    connection: Connection, manifest: Manifest, cache: Path | None = None, report: Report = unseen
+) -> Path:
     """Returns the folder of the bundle, which is downloaded only if the cache has no whole copy.
 
     Args:
         connection: a connection to the provider that gave the manifest.
         manifest: the manifest, which lists the files' names, sizes and digests.
         cache: the cache folder, of which the bundle is a subfolder; `default_cache()` by default.
+        report: told how much of the bundle has come, if it is downloaded.
 
     Returns:
         A folder that `from_pretrained` can read.
@@ -94,7 +100,7 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
             make_private_folder(parent)
             with locked_folder(parent):
                 if not _is_whole(folder, manifest):  # another process may have filled it meanwhile
-                    _fill(connection, manifest, folder)
+                    _fill(connection, manifest, folder, report)
     return folder
 
 
@@ -110,12 +116,18 @@ def _disk_errors(parent: Path) -> Iterator[None]:
         ) from exc
 
 
-def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
+def _fill(connection: Connection, manifest: Manifest, folder: Path, report: Report) -> None:
+    total, before = sum(file.size_bytes for file in manifest.bundle), 0
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as scratch:
         filling = Path(scratch) / "bundle"
         filling.mkdir(0o700)
         for file in manifest.bundle:
-            _download(connection, file, filling / file.name)
+
+            def came(num_bytes: int, before: int = before) -> None:
+                report(FETCHING, megabytes(before + num_bytes), megabytes(total), "MB")
+
+            _download(connection, file, filling / file.name, came)
+            before += file.size_bytes
         _remove_unsafe_settings(filling)
         if folder.exists():
             folder.rename(Path(scratch) / "damaged")  # a process that has its files open can go on reading them
@@ -154,7 +166,7 @@ def bundle_digest(files: tuple[BundleFile, ...]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _download(connection: Connection, file: BundleFile, path: Path) -> None:
+def _download(connection: Connection, file: BundleFile, path: Path, came: Callable[[int], None]) -> None:
     sha, received = hashlib.sha256(), 0
     with path.open("wb") as out:
         for chunk in connection.fetch(file.name):
@@ -163,6 +175,7 @@ def _download(connection: Connection, file: BundleFile, path: Path) -> None:
                 break
             sha.update(chunk)
             out.write(chunk)
+            came(received)
     if received != file.size_bytes or sha.hexdigest() != file.sha256:
         raise MalformedFrame(f"the bundle file {file.name} is not the one that the manifest announced")
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,6 +39,7 @@ from transformers.pytorch_utils import Conv1D
 from noise.verify import Verifier
 from runtime.loading import loading, quiet_transformers
 from tenant_sdk.plan import HUB_ID, not_cached
+from tenant_sdk.report import Report, megabytes, unseen
 from tenant_sdk.text.source import LocalSource
 from tenant_sdk.trust.compare import (
     StateNames,
@@ -77,12 +78,15 @@ _READERS = (
     "protobuf",
 )  # fmt: skip
 """The distributions that decide what is read from a checkpoint: each set of versions has a store of its own."""
+_READ_BYTES = 1 << 20
 _LOGGER = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
 
-Progress = Callable[[int, int], None]
-"""A function that shows progress: it takes the number of steps done, and the number of all steps. It is called when
-steps begin, and after each. A step is a group that was compared or, when weights are prepared for later sessions, a
-layer."""
+_SUMMING, _METADATA = "reading the trusted checkpoint", "reading its metadata"
+_LOADING, _TOKENIZER = "loading its tensors", "loading its tokenizer"
+_PREPARING, _CHECKING, _COMPARING = "preparing its weights", "reading the prepared weights", "comparing the provider"
+_KEEPING = "reading the weights of kept layers"
+"""The stages of a comparison, as they are shown. The first one reads all files, for their SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class TrustedCheckpoint:
         """Keeps the location of the checkpoint, which `open` finds."""
         self.name = source.name
         self._source = source
+        self._report: Report = unseen
         self._loaded: _Weights | None = None
         self._lacks_tokenizer = False
         """Whether there are a tokenizer's files that could not be loaded."""
@@ -156,7 +161,7 @@ class TrustedCheckpoint:
         manifest: Manifest,
         bundle_folder: Path,
         verifier: Verifier,
-        progress: Progress | None = None,
+        report: Report = unseen,
         keep: Callable[[int, torch.Tensor], None] | None = None,
         cache: Path | None = None,
         unasked: Collection[int] = (),
@@ -167,7 +172,7 @@ class TrustedCheckpoint:
             manifest: the provider's manifest.
             bundle_folder: the folder that `fetch_bundle` returned.
             verifier: the verifier that gets every group but those of `unasked`; it is closed if any part differs.
-            progress: a function that shows the steps, see `Progress`.
+            report: told how far each stage is.
             keep: a function that takes each group's number and W̃, the int8 weight, which may be a view of the store's
                 file, if the tenant needs weights itself (mask='pad', and layers that it keeps).
             cache: the cache folder, in which the int8 weights are kept for later sessions (wire/prepared.py); None to
@@ -181,9 +186,9 @@ class TrustedCheckpoint:
             VerificationFailed: a part differs from the checkpoint; the text names the part.
             ConfigurationError: the checkpoint cannot be read.
         """
-        steps = _Steps(progress, len(manifest.groups))
+        self._report = report
         try:
-            trusted = _Live(self) if cache is None else self._prepared(cache / "prepared", steps)
+            trusted = _Live(self) if cache is None else self._prepared(cache / "prepared")
             with tempfile.TemporaryDirectory(prefix="trusted-") as scratch:
                 for name, content in trusted.files().items():
                     (Path(scratch) / name).write_bytes(content)
@@ -191,27 +196,27 @@ class TrustedCheckpoint:
             state = trusted.state()
             check_tensors(bundle_folder, state, trusted.digest_of, manifest)
             scales, norms = check_scale_names(bundle_folder, manifest), check_norm_names(bundle_folder, manifest)
-            steps.expect(0)
-            for group in manifest.groups:
+            for group in _counted(report, _COMPARING, manifest.groups, "groups"):
                 quantised = check_group(group, trusted.layer, state, scales, norms)
                 if group.id not in unasked:
                     verifier.add_group(group.id, quantised)
                 if keep is not None:
                     keep(group.id, quantised)
-                steps.step()
             return GroupWeights(trusted, manifest) if isinstance(trusted, _Stored) else None
         except BaseException:
             verifier.close()
             raise
         finally:
             self.release()
+            self._report = unseen
 
-    def own_weights(self, groups: Sequence[GroupInfo]) -> dict[int, torch.Tensor]:
+    def own_weights(self, groups: Sequence[GroupInfo], report: Report = unseen) -> dict[int, torch.Tensor]:
         """Returns the checkpoint's own weights of a provider's groups in bf16, after `check_provider`. A weight of
         another type is rounded to bf16.
 
         Args:
             groups: the groups, as the manifest describes them.
+            report: told how far this is.
 
         Returns:
             By group's number W, bf16, shape (in_features, out_features), CPU, contiguous.
@@ -219,10 +224,15 @@ class TrustedCheckpoint:
         Raises:
             ConfigurationError: the checkpoint was changed since the comparison, or can no longer be read.
         """
+        self._report = report
         try:
-            return {group.id: torch.cat([self._own_weight(each) for each in group.layers], dim=1) for group in groups}
+            return {
+                group.id: torch.cat([self._own_weight(each) for each in group.layers], dim=1)
+                for group in _counted(report, _KEEPING, groups, "groups")
+            }
         finally:
             self.release()
+            self._report = unseen
 
     def _own_weight(self, info: LayerInfo) -> torch.Tensor:
         weight = self.layer(info.name, info.kind)
@@ -230,24 +240,27 @@ class TrustedCheckpoint:
             raise ConfigurationError(f"the trusted checkpoint {self.name!r} was changed while in use: start again")
         return weight.to(torch.bfloat16).contiguous()
 
-    def _prepared(self, folder: Path, steps: _Steps) -> _Live | _Stored:
+    def _prepared(self, folder: Path) -> _Live | _Stored:
         """Returns the checkpoint's contents from the prepared store, which is made if there is none that can be
         trusted. If none can be kept, the contents are read from the checkpoint itself."""
         key, store = self._key(), None
         try:
-            store = open_store(folder, key)
+            store = open_store(folder, key, self._checked)
         except ConfigurationError as exc:
             _LOGGER.warning("the prepared weights of %s in %s are made anew: %s", self.name, folder, exc)
         if store is None:
             try:
-                self._write_store(folder, key, steps)
-                store = _just_written(folder, key)
+                self._write_store(folder, key)
+                store = _just_written(folder, key, self._checked)
             except _NotKept as exc:
                 _LOGGER.warning("the prepared weights of %s are not kept in %s: %s", self.name, folder, exc)
                 return _Live(self)
         return _Stored(self, store)
 
-    def _write_store(self, folder: Path, key: StoreKey, steps: _Steps) -> None:
+    def _checked(self, done: int, total: int) -> None:
+        self._report(_CHECKING, megabytes(done), megabytes(total), "MB")
+
+    def _write_store(self, folder: Path, key: StoreKey) -> None:
         """Writes the prepared store. Nothing in it depends on a provider."""
         live, model = _Live(self), self._weights().model
         names = _layers(model)
@@ -263,11 +276,9 @@ class TrustedCheckpoint:
                 "tied": sorted(state.tied),
                 "digests": {name: live.digest_of(name) for name in state.bundled(())},
             }
-            steps.expect(len(names))
-            for name, kind in names.items():
+            for name, kind in _counted(self._report, _PREPARING, names.items(), "layers"):
                 with contextlib.suppress(InvalidTensor):  # a weight that is not finite; refused if a provider serves it
                     writer.add_layer(name, live.layer(name, kind))
-                steps.step()
             if self._key() != key:
                 raise ConfigurationError(f"the trusted checkpoint {self.name!r} was changed while it was read")
 
@@ -277,12 +288,14 @@ class TrustedCheckpoint:
         versions = {name: _version(name) for name in _READERS}
         folder, file = self._source.folder, self._source.gguf_file
         if self._source.known is not None and file is not None:
-            self._source.known.check(folder / file)
+            read = _reading(self._report, [folder / file])
+            self._source.known.check(folder / file, read=read)
             return StoreKey({"gguf": self._source.known.sha256}, versions)
         paths = {"gguf": folder / file} if file is not None else {
             str(path.relative_to(folder)): path for path in _source_files(folder)
         }  # fmt: skip
-        return StoreKey({name: _sha256(path) for name, path in sorted(paths.items())}, versions)
+        read = _reading(self._report, paths.values())
+        return StoreKey({name: _sha256(path, read) for name, path in sorted(paths.items())}, versions)
 
     def release(self) -> None:
         """Frees the tensors in memory; a later method loads them again if needed."""
@@ -310,9 +323,10 @@ class TrustedCheckpoint:
                 "the tensors of %s need transformers' own loader: the model is held in memory while it is compared",
                 self.name,
             )
-        return _hold(self._source)
+        return _hold(self._source, self._report)
 
     def _tokenizer(self) -> Any | None:
+        self._report(_TOKENIZER)
         options = {} if self._source.gguf_file is None else {"gguf_file": self._source.gguf_file}
         with self._source.opened() as folder:
             try:
@@ -325,24 +339,12 @@ class TrustedCheckpoint:
                 return None
 
 
-class _Steps:
-    """Counts the steps of a comparison."""
-
-    def __init__(self, progress: Progress | None, num_groups: int) -> None:
-        self._progress, self._done, self._num_groups, self._total = progress, 0, num_groups, num_groups
-
-    def expect(self, num_layers: int) -> None:
-        """Says how many layers are prepared from now on, before all groups are compared, and shows the new total."""
-        self._total = self._done + num_layers + self._num_groups
-        self._show()
-
-    def step(self) -> None:
-        self._done += 1
-        self._show()
-
-    def _show(self) -> None:
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+def _counted(report: Report, stage: str, items: Collection[_Item], unit: str) -> Iterator[_Item]:
+    """Yields items, and reports how many were dealt with: when the first one is taken, and after each."""
+    report(stage, 0, len(items), unit)
+    for done, item in enumerate(items, 1):
+        yield item
+        report(stage, done, len(items), unit)
 
 
 class _Live:
@@ -446,9 +448,9 @@ def _not_kept() -> Iterator[None]:
         raise _NotKept(f"{exc.strerror or 'error'}; {advice}, or name another folder (VEILBASE_CACHE)") from exc
 
 
-def _just_written(folder: Path, key: StoreKey) -> PreparedStore:
+def _just_written(folder: Path, key: StoreKey, checked: Callable[[int, int], object]) -> PreparedStore:
     try:
-        store = open_store(folder, key)
+        store = open_store(folder, key, checked)
     except ConfigurationError as exc:
         raise _NotKept(str(exc)) from exc
     if store is None:
@@ -481,10 +483,26 @@ def _source_files(folder: Path) -> list[Path]:
     return [path for path in (*own, *templates) if path.suffix != ".safetensors" or path in weights]
 
 
-def _sha256(path: Path) -> str:
+def _reading(report: Report, paths: Collection[Path]) -> Callable[[int], None]:
+    """Returns a function that is told of bytes that were read of files, and reports how much of them is read."""
+    total, done = sum(path.stat().st_size for path in paths if path.exists()), 0
+
+    def read(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        report(_SUMMING, megabytes(done), megabytes(total), "MB")
+
+    return read
+
+
+def _sha256(path: Path, read: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
     try:
         with path.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+            while part := opened.read(_READ_BYTES):
+                digest.update(part)
+                read(len(part))
+        return digest.hexdigest()
     except OSError as exc:
         raise ConfigurationError(
             f"the trusted checkpoint's {path.name} cannot be read ({exc.strerror or type(exc).__name__})"
@@ -639,31 +657,50 @@ def _read(file: Path, key: str) -> torch.Tensor:
     return tensor
 
 
-def _hold(source: LocalSource) -> _Weights:
+def _hold(source: LocalSource, report: Report) -> _Weights:
     """Loads the whole model into memory, with the options of provider/model/load.py, and returns its weights."""
     options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
     if source.gguf_file is not None:
         options = {"dtype": torch.float32, "gguf_file": source.gguf_file}
-    with source.opened() as folder, _reading_gguf() if source.gguf_file else contextlib.nullcontext():
+    report(_LOADING if source.gguf_file is None else _METADATA)
+    with source.opened() as folder, _reading_gguf(report) if source.gguf_file else contextlib.nullcontext():
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     state = model.state_dict()
     return _Weights(model, state.__getitem__, streamed=False)
 
 
 @contextlib.contextmanager
-def _reading_gguf() -> Iterator[None]:
-    """Makes transformers parse a GGUF file once instead of three times, which halves the time, and hides the progress
-    bar.
+def _reading_gguf(report: Report = unseen) -> Iterator[None]:
+    """Makes transformers parse a GGUF file once instead of three times, which halves the time, hides the progress bar,
+    and reports how many tensors were loaded.
 
-    transformers has no option for either, so functions are replaced inside the context; see provider/model/load.py.
+    transformers has no option for this, so functions are replaced inside the context; see provider/model/load.py.
     """
     import gguf
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
     originals = gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__
-    gguf.GGUFReader, gguf.get_tensor_name_map = (functools.cache(original) for original in originals[:2])
+    dequantize, num_loaded, total = gguf.dequantize, 0, 0
+
+    @functools.cache
+    def read(path: Any) -> Any:
+        nonlocal total
+        opened = originals[0](path)
+        total = len(opened.tensors)
+        report(_LOADING, 0, total, "tensors")
+        return opened
+
+    def load(*given: Any) -> Any:
+        nonlocal num_loaded
+        loaded = dequantize(*given)
+        num_loaded += 1
+        report(_LOADING, num_loaded, total, "tensors")
+        return loaded
+
+    gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize = read, functools.cache(originals[1]), load
     tqdm.__init__ = functools.partialmethod(originals[2], disable=True)
     try:
         yield
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__ = originals
+        gguf.dequantize = dequantize

@@ -147,22 +147,25 @@ def test_help_lists_options_under_their_headings() -> None:
     assert {"CSV", "TSV", "JSON", "JSONL", "parquet"} <= set(re.findall(r"\w+", shown.partition("Options:")[0]))
 
 
-def test_what_takes_long_is_told_once() -> None:
-    said, is_said = list[str](), threading.Event()
+def test_what_takes_long_is_told_and_told_again() -> None:
+    said, is_said = list[str](), [threading.Event() for _ in range(3)]
 
     def say(line: str) -> None:
         said.append(line)
-        is_said.set()
+        is_said[min(len(said), 3) - 1].set()
 
-    with told_if_slow("loading", say, 0.0):
-        comes(is_said, "the line")
+    with told_if_slow("loading", say, 0.0, 60.0):
+        comes(is_said[0], "the line")
+    with told_if_slow("waiting", say, 0.0, 0.0):
+        comes(is_said[2], "the second line of what goes on")
     with told_if_slow("quick", say, 60.0):
         pass
     with told_if_slow("shown otherwise", say, 60.0) as is_told:
         is_told()
     with told_if_slow("silent", None, 0.0):
         pass
-    assert said == ["loading ..."]
+    assert said[:3] == ["loading ...", "waiting ...", "waiting ... 0 s so far"]
+    assert set(said) == set(said[:3])
 
 
 def test_pydantics_words_before_a_message_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:

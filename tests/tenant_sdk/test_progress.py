@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tenant_sdk.progress import Pace, ProgressBar, counting
+from tenant_sdk import progress
+from tenant_sdk.progress import Bars, Lines, Pace, ProgressBar, counting, stages
+from tests.support.waiting import comes
 
 
 class Clock:
@@ -108,15 +111,94 @@ def test_without_a_terminal_each_step_has_a_line(capsys: pytest.CaptureFixture[s
 def test_a_line_is_there_before_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
     with counting("checking", console=plain()) as report:
         assert capsys.readouterr().err == "checking ...\n"
-        report(0, 240)
-        assert capsys.readouterr().err == ""
-        for done in range(1, 241):
+        for done in range(241):
             report(done, 240)
-        assert len(capsys.readouterr().err.splitlines()) == 10
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "", "nothing to say about what takes no time"
     with counting("checking", False, console=plain()) as report:
         report(1, 1)
+    with stages(console=plain()):
+        pass
     assert capsys.readouterr().err == ""
+
+
+def test_without_a_terminal_a_line_comes_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    lines = Lines(clock, is_long=True)
+    lines("reading", 0, 100, "MB")
+    for second in range(1, 18):
+        clock.now_s += 1
+        if second == 12:
+            lines("reading", 40, 100, "MB")
+        lines.look()
+    assert capsys.readouterr().err.splitlines() == [
+        "reading ...",
+        "reading 0/100 MB  0:00:05 elapsed, -:--:-- left",
+        "reading 0/100 MB  0:00:10 elapsed, -:--:-- left",
+        "reading 40/100 MB  0:00:15 elapsed, 0:00:18 left",
+    ]
+    clock.now_s += 1
+    lines("reading", 100, 100, "MB")
+    for _ in range(20):
+        clock.now_s += 1
+        lines.look()
+    told = capsys.readouterr().err
+    assert told == "reading 100/100 MB  0:00:18 elapsed, 0:00:00 left\n", "nothing comes after the end"
+
+
+def test_the_longer_a_stage_takes_the_fewer_lines_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    lines = Lines(clock, is_long=True)
+    lines("waiting")
+    for _ in range(3600):
+        clock.now_s += 1
+        lines.look()
+    told = capsys.readouterr().err.splitlines()
+    assert told[:3] == ["waiting ...", "waiting ...  0:00:05 elapsed", "waiting ...  0:00:10 elapsed"]
+    assert 80 < len(told) < 120
+
+
+def test_short_stages_have_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    lines = Lines(clock)
+    for stage in ("short", "as short", "long"):
+        lines(stage, 0, 3, "parts")
+        clock.now_s += 0.9
+        lines(stage, 1, 3, "parts")
+    clock.now_s += 0.2
+    lines.look()
+    assert capsys.readouterr().err.splitlines() == ["long 1/3 parts  0:00:01 elapsed, 0:00:02 left"]
+    with stages() as report:
+        report("short")
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_come_by_themselves_while_a_stage_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = threading.Event()
+    monkeypatch.setattr(progress, "_LOOK_S", 0.0)
+    for kind, console in ((Lines, plain()), (Bars, terminal()[0])):
+        looked.clear()
+        monkeypatch.setattr(kind, "look", lambda shown: looked.set())
+        with stages(console=console) as report:
+            report("loading")
+            comes(looked, "the look")
+
+
+def test_in_a_terminal_stages_have_bars_and_short_ones_none() -> None:
+    clock, (console, screen) = Clock(), terminal()
+    bars = Bars(console, clock)
+    for stage, took_s in (("as short", 0.5), ("long", 2.0), ("short", 0.5)):
+        bars(stage, 0, 7, "MB")
+        clock.now_s += took_s
+        bars.look()
+        assert (screen.getvalue() == "") == (stage == "as short")
+        bars(stage, 7, 7, "MB")
+    bars.end()
+    end = screen.getvalue().rpartition("long")[2]
+    assert "7/7 MB" in end
+    assert "0:00:02" in end, "the clock of a stage stops at its end"
+    assert "short" not in end
 
 
 def test_in_a_terminal_a_bar_shows_both_times(capsys: pytest.CaptureFixture[str]) -> None:

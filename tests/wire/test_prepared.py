@@ -46,9 +46,10 @@ def is_sound(folder: Path) -> bool:
 
 
 def test_gives_back_what_was_written(tmp_path: Path) -> None:
-    file = write(tmp_path / "new" / "prepared")
-    store = open_store(file.parent, KEY)
+    file, checked = write(tmp_path / "new" / "prepared"), list[tuple[int, int]]()
+    store = open_store(file.parent, KEY, lambda done, total: checked.append((done, total)))
     assert store is not None
+    assert checked[-1] == (file.stat().st_size - 32, file.stat().st_size - 32), "all bytes but the SHA-256 itself"
     assert is_sound(file.parent)
     assert store.layer_names == {"first", "second"}
     assert store.blobs() == {"config.json": b"{}\n"}

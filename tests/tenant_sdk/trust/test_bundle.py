@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tenant_sdk.trust.bundle import without_unsafe
+from tenant_sdk.report import megabytes
+from tenant_sdk.trust.bundle import fetch_bundle, without_unsafe
 from tests.support.false_providers import Liar
 from tests.support.training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, DatasetError, MalformedFrame, VeilbaseError
@@ -63,6 +64,17 @@ def test_a_file_other_than_announced(liar: Liar, client: TenantClient, tmp_path:
     with pytest.raises(MalformedFrame, match=name):
         client.load_model()
     assert cached(tmp_path) == [], "an unchecked file stayed in the cache"
+
+
+def test_what_has_come_of_a_bundle_is_told(liar: Liar, tmp_path: Path) -> None:
+    manifest, told = parse_manifest(liar.manifest().to_bytes()), list[tuple[Any, ...]]()
+    total = megabytes(sum(file.size_bytes for file in manifest.bundle))
+    fetch_bundle(InprocConnection(liar), manifest, tmp_path, lambda *each: told.append(each))
+    assert len(told) >= len(manifest.bundle)
+    assert told[-1] == ("fetching config, tokenizer, small tensors", total, total, "MB")
+    told.clear()
+    fetch_bundle(InprocConnection(liar), manifest, tmp_path, lambda *each: told.append(each))
+    assert told == [], "it is in the cache"
 
 
 def test_a_forged_file_list(liar: Liar, client: TenantClient, tmp_path: Path) -> None:

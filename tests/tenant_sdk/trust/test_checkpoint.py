@@ -6,12 +6,15 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,6 +24,7 @@ from noise.verify import Verifier
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
+from tenant_sdk.report import megabytes
 from tenant_sdk.testing import CHAT_TEMPLATE, character_tokenizer
 from tenant_sdk.trust import checkpoint
 from tenant_sdk.trust.bundle import fetch_bundle
@@ -133,12 +137,53 @@ def test_layers_one_at_a_time(kind: str, folders: dict[str, Path], honest: dict[
 
 
 def test_progress_and_a_second_pass(folders: dict[str, Path], honest: dict[str, Offer]) -> None:
-    offer, seen = honest["gpt2"], list[tuple[int, int]]()
+    offer, seen = honest["gpt2"], list[tuple[Any, ...]]()
     trusted = TrustedCheckpoint.open(folders["gpt2"])
     for _ in range(2):
-        trusted.check_provider(offer.manifest, offer.bundle, Verifier(), lambda done, total: seen.append((done, total)))
+        trusted.check_provider(offer.manifest, offer.bundle, Verifier(), lambda *told: seen.append(told))
     count = len(offer.manifest.groups)
-    assert seen == [(done, count) for done in range(count + 1)] * 2
+    groups = [("comparing the provider", done, count, "groups") for done in range(count + 1)]
+    assert seen == [("loading its tokenizer",), *groups] * 2
+
+
+def write_gguf(file: Path) -> Path:
+    """Writes a Llama model of one block and no tokenizer."""
+    writer, width, draw = gguf.GGUFWriter(file, "llama"), 32, np.random.default_rng(0)
+    writer.add_name("tiny")
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(40)
+    square = {f"blk.0.attn_{name}.weight": (width, width) for name in ("q", "k", "v", "output")}
+    wide = {"blk.0.ffn_gate.weight": (64, width), "blk.0.ffn_up.weight": (64, width)}
+    norms = dict.fromkeys(("output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"), (width,))
+    others = {"token_embd.weight": (40, width), "output.weight": (40, width), "blk.0.ffn_down.weight": (width, 64)}
+    for name, shape in {**square, **wide, **norms, **others}.items():
+        writer.add_tensor(name, draw.standard_normal(shape, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_progress_of_a_gguf_file(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+    offer, seen = offer_of(file, tmp_path / "bundle"), list[tuple[Any, ...]]()
+    trusted = TrustedCheckpoint.open(file)
+    trusted.check_provider(offer.manifest, offer.bundle, Verifier(), lambda *told: seen.append(told), cache=tmp_path)
+    first, *tensors = [told for told in seen if told[0] in ("reading its metadata", "loading its tensors")]
+    assert first == ("reading its metadata",)
+    assert tensors == [("loading its tensors", done, 12, "tensors") for done in range(13)]
+    assert seen[0] == ("reading the trusted checkpoint", 1, 1, "MB")
+
+
+NUM_LAYERS = 15
+"""The linear layers of a tiny Llama model, its head included."""
 
 
 @pytest.mark.parametrize("is_full", [False, True])
@@ -150,13 +195,22 @@ def test_progress_ends_at_its_total_also_if_nothing_can_be_kept(
 
     if is_full:
         monkeypatch.setattr(StoreWriter, "add_layer", fill)
-    offer, seen = honest["llama"], list[tuple[int, int]]()
+    offer, seen = honest["llama"], list[tuple[Any, ...]]()
     TrustedCheckpoint.open(folders["llama"]).check_provider(
-        offer.manifest, offer.bundle, Verifier(), lambda done, total: seen.append((done, total)), cache=tmp_path
+        offer.manifest, offer.bundle, Verifier(), lambda *told: seen.append(told), cache=tmp_path
     )
-    count = len(offer.manifest.groups)
-    assert seen[0][1] > count  # the layers and the groups
-    assert seen[-1] == ((count, count) if is_full else (seen[0][1], seen[0][1]))
+    size_mb, count = megabytes(sum(map(os.path.getsize, folders["llama"].iterdir()))), len(offer.manifest.groups)
+    assert seen[0] == ("reading the trusted checkpoint", 1, size_mb, "MB"), "from the start there is a total"
+    assert ("preparing its weights", 0, NUM_LAYERS, "layers") in seen
+    assert (("preparing its weights", NUM_LAYERS, NUM_LAYERS, "layers") in seen) != is_full
+    assert seen[-1] == ("comparing the provider", count, count, "groups")
+    if not is_full:
+        seen.clear()
+        TrustedCheckpoint.open(folders["llama"]).check_provider(
+            offer.manifest, offer.bundle, Verifier(), lambda *told: seen.append(told), cache=tmp_path
+        )
+        stages = list(dict.fromkeys(stage for stage, *_ in seen))
+        assert stages == ["reading the trusted checkpoint", "reading the prepared weights", "comparing the provider"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
