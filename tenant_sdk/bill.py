@@ -63,6 +63,7 @@ from tenant_sdk.model.send import RemoteExecutor, most_rows
 from tenant_sdk.peft_model import virtual_tokens
 from tenant_sdk.plain_values import positive
 from tenant_sdk.plan_file import Bill, Saving, size
+from tenant_sdk.progress import Report, unseen
 from tenant_sdk.session import Session
 from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.activation_checkpointing import Checkpointing, estimate, has_dropout
@@ -95,6 +96,10 @@ BRIEF_STEPS = 20
 long as five steps."""
 SMALL_BYTES = 4_000_000
 """A run of fewer bytes is not probed before it begins: it takes seconds, and the probe would be a part of them."""
+
+_TINY, _COUNTING = "counting with made-up tokens", "counting the run's batches"
+_PROBING = "timing the provider and the link"
+"""Stages of a plan, as they are shown."""
 
 _Key = tuple[int, Direction, bool]
 """A group's number, the direction, and whether the rows are public constants, which go without a mask."""
@@ -415,9 +420,9 @@ class _Counter:
     """Replaces the steps of a Trainer, so that it goes through a run's batches without computing them."""
 
     def __init__(
-        self, trainer: Any, recorder: _Recorder, windowed: _Windowed, count_s: float, most_typical: int
+        self, trainer: Any, recorder: _Recorder, windowed: _Windowed, count_s: float, most_typical: int, report: Report
     ) -> None:
-        self._trainer, self._recorder, self.windowed = trainer, recorder, windowed
+        self._trainer, self._recorder, self.windowed, self._report = trainer, recorder, windowed, report
         self._until, self._most_typical = time.thread_time() + count_s, most_typical
         self.passes: dict[str, _Pass] = {}
         self.is_exact = True
@@ -430,6 +435,7 @@ class _Counter:
         def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
             self._note("training", inputs, lambda made: step(model, made, None))
             self.num_tokens += int(inputs["attention_mask"].sum())
+            report(_COUNTING, trainer.state.global_step, trainer.state.max_steps, "steps")
             if time.thread_time() > self._until:
                 self._note_rest(inputs, lambda made: step(model, made, None))
                 trainer.control.should_training_stop = True
@@ -532,12 +538,14 @@ class _Counter:
     def _learn(self, kind: str, inputs: Mapping[str, torch.Tensor], shape: _Shape, run: Callable[[Any], Any]) -> _Pass:
         """Runs tiny batches, and returns how calls follow from shapes, and how long they take here."""
         unit = 1 if "labels" in inputs else 2
-        samples = []
+        samples, tiny, stage = [], self.windowed.samples(unit), f"{_TINY}: {kind}"
         self._is_inside = True
         try:
-            for sample, window in self.windowed.samples(unit):
+            for number, (sample, window) in enumerate(tiny):
+                self._report(stage, number, len(tiny) + 1, "batches")
                 took_s = self._timed(inputs, sample, window, run)
                 samples.append((self.windowed.features(sample, window), self._recorder.taken()))
+            self._report(stage, len(tiny), len(tiny) + 1, "batches")
             laws, is_exact = _laws(samples)
             self.is_exact &= is_exact
             if kind == "training":  # which is met before any that leaves out lower blocks
@@ -594,9 +602,10 @@ def _same_random_numbers() -> Iterator[None]:
 @own_accelerate_state()
 def count_calls(
     session: PlannedSession, prepared: Prepared, executor: RemoteExecutor, output_dir: Path, count_s: float,
-    typical: int,
+    typical: int, report: Report = unseen,
 ) -> _Count:  # fmt: skip
-    """Counts the calls of a run."""
+    """Counts the calls of a run; `report` is told how far this is."""
+    report("making the run's model, to count")
     recorder = _Recorder(executor)
     unconnected: Any = _Unconnected(session, recorder)
     quiet = dataclasses.replace(prepared, options=dataclasses.replace(prepared.options, progress=False))
@@ -611,7 +620,7 @@ def count_calls(
         )
         with run.made_trainer() as (trainer, kept):
             return _counted(
-                run, trainer, kept, recorder, Path(scratch), count_s, typical, _blocks(session.connect()), began
+                run, trainer, kept, recorder, Path(scratch), count_s, typical, _blocks(session.connect()), began, report
             )
 
 
@@ -625,6 +634,7 @@ def _counted(
     typical: int,
     blocks: Mapping[int, int],
     began: float,
+    report: Report,
 ) -> _Count:
     options, model = run.options, trainer.model
     prefix_bytes = trainer.prefix.num_bytes if getattr(trainer, "prefix", None) is not None else 0
@@ -635,7 +645,7 @@ def _counted(
     num_virtual = model.active_peft_config.num_virtual_tokens if kind_of(model) in EMBEDDINGS else 0
     sends_padding = run.session.bucket is not None or bool(getattr(model.get_base_model(), "_is_stateful", False))
     windowed = _Windowed(options.window_tokens, num_virtual, sends_padding)
-    counter = _Counter(trainer, recorder, windowed, count_s, typical)
+    counter = _Counter(trainer, recorder, windowed, count_s, typical, report)
     calls: Counter[tuple[_Key, int]] = Counter(recorder.taken())
     if options.dpo_precompute_reference and run.rows.are_preferences:
         trainer.precompute_reference()
@@ -926,7 +936,9 @@ class _Seconds:
 class _Probe:
     """Measures the provider, the link, and the encoding of rows here; see the module's docstring."""
 
-    def __init__(self, session: Session, wire: _Wire, directions: Sequence[Direction], probe_s: float) -> None:
+    def __init__(
+        self, session: Session, wire: _Wire, directions: Sequence[Direction], probe_s: float, report: Report
+    ) -> None:
         """Sends and times random rows, in rounds, until rounds take no less time or `probe_s` are over.
 
         Args:
@@ -934,6 +946,7 @@ class _Probe:
             directions: all forms of the model are asked for in each, by the first group that has it, so that a probe
                 does not show what an adapter is on.
             probe_s: the most seconds.
+            report: told how many of these are over.
         """
         self._wire, self._executor = wire, session.executor
         self._first: dict[_Form, _Key] = {}
@@ -945,7 +958,8 @@ class _Probe:
         # so few that each round is done soon on a slow line, too
         self.rows = max(1, min(most, int(SMALL_BYTES / (4 * max(sum(map(sum, widths)), 1)))))
         took: dict[tuple[int, _Form], list[float]] = {}
-        until, stale = time.perf_counter() + probe_s, 0
+        began_s, stale = time.perf_counter(), 0
+        until = began_s + probe_s
         while stale < 3:
             stale += 1
             for rows in dict.fromkeys((1, self.rows)):
@@ -954,6 +968,7 @@ class _Probe:
                         stale = 3
                         continue
                     began = time.perf_counter()
+                    report(_PROBING, int(began - began_s), math.ceil(probe_s), "s at most")
                     session.executor.exchange(wire.groups[group], direction, rows)
                     times = took.setdefault((rows, form), [])
                     times.append(time.perf_counter() - began)
@@ -1109,12 +1124,14 @@ class Planner:
         client, session: the client, and its open session.
         folder: the folder of the provider's bundle.
         is_on_this_host: whether the provider may use the cores of this machine.
+        report: told how far a plan is.
     """
 
     client: PlannedSession
     session: Session
     folder: Path
     is_on_this_host: bool
+    report: Report = unseen
 
     def run(
         self, prepared: Prepared, output_dir: Path, *, probe_s: float = PROBE_S, count_s: float = COUNT_S,
@@ -1130,7 +1147,9 @@ class Planner:
             typical_tokens: the most tokens of the batch with which the tenant's own layers are timed.
             probe_from_bytes: a run of fewer bytes is not probed, and has no time.
         """
-        count = count_calls(self.client, prepared, self.session.executor, output_dir, count_s, typical_tokens)
+        count = count_calls(
+            self.client, prepared, self.session.executor, output_dir, count_s, typical_tokens, self.report
+        )
         wire = _Wire.of(self.session, self.folder)
         up, down, trips = wire.both(count.calls)
         keys = list(dict.fromkeys(key for key, _ in count.calls))
@@ -1181,6 +1200,7 @@ class Planner:
             raise ConfigurationError(
                 f"an answer and its prompt have at most {most} tokens in this model, got {prompt_tokens + new_tokens}"
             )
+        self.report("making a model, to count the calls of an answer")
         calls, tenant_s = _answer_calls(self.client, self.session.executor, prompt_tokens, new_tokens)
         calls = Counter({call: count * requests for call, count in calls.items()})
         wire = _Wire.of(self.session, self.folder)
@@ -1217,7 +1237,8 @@ class Planner:
         missing: Sequence[tuple[GroupSpec, Direction]], tenant_s: float, probe_s: float,
     ) -> Bill:  # fmt: skip
         with _same_random_numbers():
-            probe = _Probe(self.session, wire, directions, probe_s)
+            probe = _Probe(self.session, wire, directions, probe_s, self.report)
+            self.report("timing masks and products on this machine")
             provider_s, coding_s = probe.seconds(calls)
             mask_s, hint_s, base_s = _mask_s(wire, calls), probe.hint_s(missing), _local_s(wire, calls)
         both_s = provider_s + mask_s if self.is_on_this_host else max(provider_s, mask_s)

@@ -433,7 +433,7 @@ class TenantClient:
         from tenant_sdk.training.finetune import prepare
 
         prepared = prepare(self, data, peft_config, finetune_options(options))
-        return self._planned(lambda planner: planner.run(prepared, _ANY_ADAPTER))
+        return self._planned(lambda planner: planner.run(prepared, _ANY_ADAPTER), prepared.options.progress)
 
     @names_keywords
     def plan_tokens(
@@ -449,12 +449,12 @@ class TenantClient:
         """
         return self._planned(lambda planner: planner.tokens(prompt_tokens, new_tokens, requests, probe_s=probe_s))
 
-    def _planned(self, plan: Callable[[Planner], _Planned]) -> _Planned:
+    def _planned(self, plan: Callable[[Planner], _Planned], progress: bool = True) -> _Planned:
         from tenant_sdk.bill import Planner
 
         session, folder = self._open(), self._bundle()
-        with session.executor.in_session():
-            return plan(Planner(self, session, folder, is_on_this_host(self._plan.urls)))
+        with session.executor.in_session(), stages(self._progress and progress) as report:
+            return plan(Planner(self, session, folder, is_on_this_host(self._plan.urls), report))
 
     def generate(
         self,

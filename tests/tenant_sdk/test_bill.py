@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -29,6 +30,7 @@ from tenant_sdk.bill import PROBE_ROWS, Planner
 from tenant_sdk.endpoint.command import serve_command
 from tenant_sdk.endpoint.settings import EndpointSettings
 from tenant_sdk.plan_file import Saving
+from tenant_sdk.progress import unseen
 from tenant_sdk.testing import ScriptedProvider, save_tiny_model
 from tests.support.lattice import TOY
 from tests.support.providers import make_served_model, serving
@@ -327,6 +329,30 @@ def test_no_slot_of_a_mask_is_used(provider: ScriptedProvider, monkeypatch: pyte
         assert scheme.pool.row_counts().made == 0
         assert scheme.describe()["secrets"].startswith("0 of ")
         assert not list((tmp_path / "cache").glob("hints/*/*"))
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_plan_tells_what_it_does(is_shown: bool, provider: ScriptedProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+
+    @contextlib.contextmanager
+    def stages(show: bool) -> Iterator[Any]:
+        yield (lambda *given: told.append(given)) if show else unseen
+
+    with provider.client(mask="off", progress=True) as client:
+        monkeypatch.setattr("tenant_sdk.client.stages", stages)
+        client.plan(ROWS, lora(), **{**QUICKER, "progress": is_shown})
+        assert list(dict.fromkeys(stage for stage, *_ in told)) == is_shown * [
+            "making the run's model, to count", "counting with made-up tokens: training", "counting the run's batches",
+            "timing the provider and the link", "timing masks and products on this machine",
+        ]  # fmt: skip
+        assert [each[1:] for each in told if each[0] == "counting the run's batches"] == is_shown * [
+            (done, 3, "steps") for done in range(3)
+        ]
+        assert all(0 <= done < total for _, done, total, _ in (each for each in told if len(each) > 1))
+        told.clear()
+        client.plan_tokens(8, 8)
+        assert told[0] == ("making a model, to count the calls of an answer",)
 
 
 def test_the_probes_directions_do_not_depend_on_the_adapter(
