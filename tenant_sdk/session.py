@@ -177,6 +177,7 @@ def open_session(
                 weights = _fetch_kept(plan, connections[0], manifest, kept)
         executor = RemoteExecutor(connections, scheme, manifest.limits, verifier, weights)
         if found is not None:
+            report("choosing where hints come from")
             with executor.in_session():
                 line = settle_hints(scheme, asked, found.bundle, found.weight_of)
             if line is not None and say is not None:

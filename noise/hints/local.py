@@ -11,21 +11,24 @@ The rule of the decision, for a session that has weights of its own and does not
 1. Hints that earlier sessions have stored go on being used: where some are stored already, the others come from the
    same place. If some of both kinds are stored, those that were computed here are used.
 2. Hints that would take less than `SMALL_BYTES` on the wire are computed here, since measuring would take longer.
-3. Otherwise the times are estimated. Here it is the number of multiplications, by the speed of a short product of
+3. Otherwise the times are estimated. Here it is the number of multiplications, by the speed of short products of
    random numbers on this machine. For the link it is the bytes of all hints, by the speed at which a few parts of a
-   hint came, about a 400th of all hints. Hints are fetched only if that takes at most half as long: a short burst
-   flatters a link and a provider that is busy or near its limits (24 s in place of an estimated 8 were seen), and bytes
-   cost money where processor seconds of the tenant's own do not. Rounding and writing take the same time either way,
-   and are left out. The link to a provider that is both far away and fast seems slower than it is, since connections
-   begin slowly.
+   hint came, about a 400th of all hints. Of both speeds several are measured, one after the other, and the median
+   counts: on a busy machine one of them is now and then wrong by a factor of ten. Hints are fetched only if that takes
+   at most half as long: a short burst flatters a link and a provider that is busy or near its limits (24 s in place of
+   an estimated 8 were seen), and bytes cost money where processor seconds of the tenant's own do not. Rounding and
+   writing take the same time either way, and are left out. The link to a provider that is both far away and fast seems
+   slower than it is, since connections begin slowly.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +44,19 @@ from wire.ring.seeded_rows import SEED_BYTES, SeededRows
 
 SMALL_BYTES = 16 * MIB
 """Hints below this size are computed without measuring: that is half a second of one core at 1e10 products a second."""
-_PROBE_ROWS, _PROBE_FEATURES, _PROBES = 256, 1024, 3
-"""The size of the product that is timed, 2.7e8 products, and how often: the fastest counts. About 10 ms each on one
-core with AVX2."""
-_LINK_PARTS, _LEAST_PART_BYTES, _MOST_PART_BYTES, _LINK_SHARE = 4, MIB, 8 * MIB, 400
+_PROBE_ROWS, _PROBE_FEATURES = 256, 1024
+"""The size of the product that is timed, 2.7e8 products. About 10 ms each on one core with AVX2."""
+_LEAST_PROBES, _MOST_PROBES, _PROBES_S = 5, 25, 0.5
+"""How often it is timed, at least and at most, and the seconds after which the least is enough."""
+_LINK_PARTS, _LEAST_PART_BYTES, _MOST_PART_BYTES, _LINK_SHARE = 4, MIB // 2, 2 * MIB, 400
 """How many parts of a hint are asked for together when the link is measured, as when hints are fetched; the bounds of
-the size of each; and which share of all hints they are together, between these bounds."""
+the size of each; and which share of all hints those of all rounds are together, between these bounds."""
+_LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_S = 3, 5, 4.0
+"""How many rounds measure the link, at least and at most, and the seconds after which the least is enough. The longest
+round does not count in these: it may have been held up by something else."""
+_ROUND_S, _GROWTH = 1.0, 8
+"""The seconds that a round is to take at most, for which it is made smaller than its share; and how many times smaller
+the first round is, and how many times larger or smaller than the one before it another one may be."""
 _LEAST_SHARE = 0.1
 """The least share of the measured time that counts as the transfer, whatever the time of a single row was."""
 
@@ -119,7 +129,8 @@ def choose(
     local_s, fetched_s = work.products / product_speed(), work.num_bytes / link_speed()
     here, there = _duration(local_s), f"{_duration(fetched_s)} to fetch {work.num_bytes / 1e6:,.0f} MB"
     if local_s <= _WORTH_FETCHING * fetched_s:
-        return Choice(True, f"computed here: {here} are estimated, against {there}")
+        rule = ", which is more than half of that" if fetched_s < local_s else ""
+        return Choice(True, f"computed here: {here} are estimated, against {there}{rule}")
     return Choice(False, f"fetched from the provider: {there} are estimated, against {here} to compute them here")
 
 
@@ -129,23 +140,24 @@ def _duration(seconds: float) -> str:
 
 def product_speed(clock: Callable[[], float] = time.perf_counter) -> float:
     """Returns how many products of an int32 and an int8 number this machine adds up in a second, with all of torch's
-    threads and under its present load."""
+    threads and under its present load: the median of several tries."""
     rows = SeededRows(os.urandom(SEED_BYTES), 0, _PROBE_ROWS).expand(_PROBE_FEATURES)
     weight = rows.view(torch.int8)[:, :_PROBE_FEATURES].repeat(_PROBE_FEATURES // _PROBE_ROWS, 1).clamp_(min=-127)
-    fastest_s = float("inf")
-    for _ in range(_PROBES):
+    took: list[float] = []
+    while len(took) < _LEAST_PROBES or (len(took) < _MOST_PROBES and sum(took) < _PROBES_S):
         began = clock()
         product(rows, weight)
-        fastest_s = min(fastest_s, clock() - began)
-    return _PROBE_ROWS * _PROBE_FEATURES**2 / max(fastest_s, 1e-9)
+        took.append(clock() - began)
+    return _PROBE_ROWS * _PROBE_FEATURES**2 / max(statistics.median(took), 1e-9)
 
 
 def link_speed(
     pair: Pair, num_bytes: int, path: EffectPath, limits: Limits, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Returns how many bytes of hints come from the provider in a second, its computing and the check of the rows
-    included. Several parts of one hint are asked for at once. From their time that of a single row is taken off, so
-    that a provider far away does not seem slow. Their seed is used for nothing else, and the rows are dropped.
+    included: the median of several rounds. In each, several parts of one hint are asked for at once. From their time
+    the least of a single row is taken off, so that a provider far away does not seem slow. Their seed is used for
+    nothing else, and the rows are dropped.
 
     Args:
         pair: the group and direction whose hint is asked for.
@@ -159,19 +171,33 @@ def link_speed(
     group, direction = pair
     columns, reply_cols = group.widths(direction)
     row_bytes = reply_cols * ITEM_BYTES
-    part_bytes = min(max(num_bytes // (_LINK_SHARE * _LINK_PARTS), _LEAST_PART_BYTES), _MOST_PART_BYTES)
-    rows = max(1, min(part_bytes // row_bytes, most_rows(pair, limits)))
+    part_bytes = num_bytes // (_LINK_SHARE * _LINK_PARTS * _MOST_ROUNDS)
+    part_bytes = min(max(part_bytes, _LEAST_PART_BYTES), _MOST_PART_BYTES)
+    most = max(1, min(part_bytes // row_bytes, most_rows(pair, limits)))
+    rows = max(1, most // _GROWTH)
     seed, call = os.urandom(SEED_BYTES), Call(group.id, direction, Arithmetic.RING, Purpose.HINT)
+    first = 0
 
-    def fetch_s(parts: Iterable[SeededRows]) -> float:
-        began = clock()
+    def fetch_s(part_rows: int, num_parts: int) -> float:
+        nonlocal first
+        parts, began = SeededRows(seed, first, part_rows * num_parts).split(part_rows), clock()
+        first += part_rows * num_parts
         for reply in [path(call, SeedPayload(part, columns), reply_cols) for part in parts]:
             reply.result()
         return clock() - began
 
-    one_row_s = fetch_s([SeededRows(seed, 0, 1)])
-    whole_s = fetch_s(SeededRows(seed, 1, rows * _LINK_PARTS).split(rows))
-    return _LINK_PARTS * rows * row_bytes / max(whole_s - one_row_s, _LEAST_SHARE * whole_s, 1e-9)
+    one_row_s, rounds = math.inf, list[tuple[float, int]]()
+    while len(rounds) < _LEAST_ROUNDS or (
+        len(rounds) < _MOST_ROUNDS and sum(took_s for took_s, _ in sorted(rounds)[:-1]) < _ROUNDS_S
+    ):
+        one_row_s = min(one_row_s, fetch_s(1, 1))
+        took_s = fetch_s(rows, _LINK_PARTS)
+        rounds.append((took_s, (_LINK_PARTS * rows - 1) * row_bytes))
+        fitting = min(max(_ROUND_S / max(took_s - one_row_s, 1e-9), 1 / _GROWTH), _GROWTH)
+        rows = max(1, min(int(rows * fitting), most))
+    return statistics.median(
+        num_bytes / max(took_s - one_row_s, _LEAST_SHARE * took_s, 1e-9) for took_s, num_bytes in rounds
+    )
 
 
 def most_rows(pair: Pair, limits: Limits) -> int:
