@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -48,6 +49,8 @@ from runtime import threads
 from runtime.threads import Workers, all_cores, one_core
 from wire.errors import MaskError, VeilbaseError
 from wire.frame import ITEM_BYTES, Direction
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -825,9 +828,14 @@ def _overwrite(block: Block) -> None:
 
 def _repeat(pool_of: weakref.ref[MaskPool], step: Callable[[MaskPool], bool], is_patient: bool) -> None:
     if is_patient and sys.platform == "linux":  # Elsewhere a thread has no priority of its own.
-        with contextlib.suppress(OSError):
+        try:
             usual = os.getpriority(os.PRIO_PROCESS, 0)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(usual, _PATIENCE))
+        except OSError as exc:
+            _LOGGER.warning(
+                "the thread that makes masks ahead could not get a low priority (%s): it takes time from the model",
+                exc.strerror,
+            )
     while True:
         pool = pool_of()
         if pool is None or not step(pool):

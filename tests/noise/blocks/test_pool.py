@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
 import itertools
 import os
@@ -598,6 +599,23 @@ def test_the_worker_leaves_the_cores_to_others(mill: Mill) -> None:
     usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert nice[0][:2] == (threading.current_thread().name, usual)
     assert nice[1] == (WORKER, max(os.getpriority(os.PRIO_PROCESS, 0), 10), 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")
+def test_a_priority_that_the_system_refuses_is_said_once(
+    mill: Mill, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with contextlib.closing(MaskPool(mill, BLOCK_ROWS)) as pool:
+        numbers(pool.take(group(), FORWARD, 1))
+        for _ in range(3):
+            numbers(pool.take(group(), FORWARD, 6))
+            wait_until(lambda: bool(caplog.records))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "could not get a low priority (Operation not permitted)" in line
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------
