@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftType
@@ -23,6 +24,10 @@ from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tenant_sdk.plan_file import Bill
+
+
+_PART, _MOST_AVERAGED = 10, 20
+"""Which part of a run's steps, at each of its ends, the summary takes the mean of, and how many steps at most."""
 
 
 class Finetunes(Protocol):
@@ -108,7 +113,7 @@ def plan_command(
 
 
 def _summary(result: FinetuneResult) -> str:
-    lines = [f"adapter {result.adapter_dir}", f"loss {_change(result.losses)}"]
+    lines = [f"adapter {result.adapter_dir}", f"loss {_trend(result.losses)}"]
     if result.evaluations:
         best = min(result.evaluations, key=lambda each: each.loss)
         least = f"  least {best.loss:.4f}" if len(result.evaluations) > 1 else ""
@@ -126,6 +131,16 @@ def _summary(result: FinetuneResult) -> str:
         f"{result.seconds:.0f} s for {', '.join(covered[:-1])} and {covered[-1]}"
     )
     return "\n".join(lines)
+
+
+def _trend(losses: Sequence[float]) -> str:
+    """Returns how the losses of a run's steps changed, by means of the first and the last ones: a single batch may lie
+    above another by chance."""
+    if len(losses) == 1:
+        return f"{losses[0]:.4f}"
+    num = min(max(len(losses) // _PART, 1), _MOST_AVERAGED)
+    ends = _change([fmean(losses[:num]), fmean(losses[-num:])])
+    return f"{ends} ({f'means of the first and the last {num} steps' if num > 1 else 'the first and the last step'})"
 
 
 def _change(losses: Sequence[float]) -> str:

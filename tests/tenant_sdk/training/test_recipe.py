@@ -163,11 +163,24 @@ def summary_of(result: FinetuneResult) -> str:
 def test_the_summary_names_hints_only_where_some_were_fetched() -> None:
     run = FinetuneResult(Path("a"), [2.0, 1.0], 9, 1_240_000_000, 910_000_000, 5.0, hint_bytes=600_000_000)
     assert summary_of(run).splitlines() == [
-        "adapter a", "loss 2.0000 -> 1.0000",
+        "adapter a", "loss 2.0000 -> 1.0000 (the first and the last step)",
         "tokens 9  1.2 GB sent, 910.0 MB received, of it hints 600.0 MB  5 s for hints, model and training",
     ]  # fmt: skip
     last = summary_of(replace(run, hint_bytes=0)).splitlines()[-1]
     assert last == "tokens 9  1.2 GB sent, 910.0 MB received  5 s for model and training"
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([3.0, 1.0] + [2.0] * 17, "3.0000 -> 2.0000 (the first and the last step)"),
+        # the last batch lies above the first one by chance
+        ([2.0, 4.0] + [2.0] * 16 + [1.0, 2.5], "3.0000 -> 1.7500 (means of the first and the last 2 steps)"),
+        ([2.0] * 20 + [5.0] * 960 + [1.0] * 20, "2.0000 -> 1.0000 (means of the first and the last 20 steps)"),
+    ],
+)
+def test_the_summary_compares_means_of_steps(losses: list[float], said: str) -> None:
+    assert summary_of(FinetuneResult(Path("a"), losses, 9, 0, 0, 5.0)).splitlines()[1] == f"loss {said}"
 
 
 def test_the_summary_of_a_single_value_shows_no_change() -> None:
