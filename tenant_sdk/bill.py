@@ -191,10 +191,6 @@ class _Recorder(RemoteExecutor):
 class PlannedSession(TrainingSession, Protocol):
     """Describes a session whose runs can be planned, as `TenantClient` is."""
 
-    @property
-    def keep(self) -> tuple[str, ...]:
-        """Returns what names the layers that the tenant computes itself."""
-
     def model_over(self, executor: RemoteExecutor) -> PreTrainedModel:
         """Returns a model whose calls go to an executor."""
 

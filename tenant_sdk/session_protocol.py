@@ -66,6 +66,10 @@ class TrainingSession(TextSession, Protocol):
     def can_be_steered(self) -> bool:
         """Returns whether a provider that lies could learn hidden data from what the tenant does with its replies."""
 
+    @property
+    def keep(self) -> tuple[str, ...]:
+        """Returns what names the layers that the tenant computes itself."""
+
     def connect(self, check: CheckOffer | None = None) -> Manifest:
         """Connects if there is no connection yet, and returns the provider's manifest. `check` is called as soon as
         that is known; an error that it raises ends the call."""

@@ -30,6 +30,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from runtime.command_line import to_stderr, told_if_slow
 from runtime.loading import loading, quiet_transformers
+from tenant_sdk.keep import block_of, choose_kept
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.run_state import KeepFinite, RunState, run_states, trainable
@@ -87,6 +88,7 @@ from tenant_sdk.training.trainers import (
 )
 from tenant_sdk.training.waiting import with_waits
 from tenant_sdk.training.windows import PREFIX, Windows, check_window, kind_of
+from tenant_sdk.warn import users_line, warn_and_go_on
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 
 
@@ -362,6 +364,20 @@ class Run:
             said = prefix.open()
             if self.options.progress:
                 to_stderr(said)
+            if self._keeps_all_below(prefix.prefix.first):
+                warn_and_go_on(
+                    f"cache_frozen_prefix saves no traffic: all layers of the {prefix.prefix.first} blocks below the "
+                    "adapter are computed here (keep, --keep); it only saves their time",
+                    UserWarning,
+                    users_line() + 1,
+                )
+
+    def _keeps_all_below(self, first: int) -> bool:
+        """Tells whether the tenant computes all layers of blocks below a block itself."""
+        manifest = self.session.connect()
+        numbers = {group.id: block_of(group.layers[0].name) for group in manifest.groups}
+        below = {group for group, number in numbers.items() if number is not None and number < first}
+        return bool(below) and below <= choose_kept(self.session.keep, manifest).groups
 
     def _save_memory(self, model: Any, num_virtual: int, prefix_bytes: int) -> tuple[Checkpointing, Windows | None]:
         """Prepares a model for activation checkpointing and windows, as far as the run has them, and returns both."""

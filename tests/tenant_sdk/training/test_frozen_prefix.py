@@ -335,6 +335,17 @@ def test_the_file_is_announced_encrypted_and_gone_at_the_end(
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize(("keep", "is_said"), [(f"lower:{FIRST}", True), ("lower:1", False), (None, False)])
+def test_what_saves_no_traffic_is_said(
+    keep: str | None, is_said: bool, provider: ScriptedProvider, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    with provider.client(mask="off", keep=keep) as client:
+        client.finetune(ROWS, upper(), tmp_path / "out", **KEPT, **TWO_EPOCHS)
+    said = [str(each.message) for each in recwarn if "cache_frozen_prefix" in str(each.message)]
+    assert len(said) == is_said
+    assert all(f"saves no traffic: all layers of the {FIRST} blocks below" in each for each in said)
+
+
 @pytest.mark.parametrize("what", ["known", "found"])
 def test_a_full_disk_is_one_line_before_anything_is_sent(
     client: TenantClient, provider: ScriptedProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
