@@ -76,7 +76,8 @@ def enroll(
     days: Annotated[int, typer.Option(help="Lifetime of the certificate.")] = 365,
     shard: Annotated[bool, typer.Option("--shard", hidden=True)] = False,
     endpoint: Annotated[
-        str | None, typer.Option(help="URL of this provider.", show_default="that of the last serve")
+        str | None,
+        typer.Option(help="This provider's URL; without a port 8443.", show_default="that of the last serve"),
     ] = None,
 ) -> None:
     """Issue a tenant's identity."""

@@ -59,7 +59,8 @@ _PROVIDER, _PRIVACY, _OVER_HTTP = "Provider", "Privacy", "Address and access"
 Url = Annotated[
     list[str] | None,
     typer.Option(
-        help="grpcs://host:port, ipc:DIR or inproc:MODEL; default: the identity's endpoint.", rich_help_panel=_PROVIDER
+        help="grpcs://host:port (without a port 8443), ipc:DIR or inproc:MODEL; default: the identity's endpoint.",
+        rich_help_panel=_PROVIDER,
     ),
 ]
 Identity = Annotated[

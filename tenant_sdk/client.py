@@ -97,9 +97,9 @@ class TenantClient:
         """Makes a client. The network is first used by `connect`, or by the first method that needs it.
 
         Args:
-            url: grpcs://host:port, ipc:DIR for a provider on this host, grpc://127.0.0.1:port without TLS, or
-                inproc:MODEL or inproc:MODEL?shards=N for a provider in this process; for mask="shares" a list of two.
-                With None, the URL that `provider enroll` wrote into each identity's folder.
+            url: grpcs://host:port (without a port 8443), ipc:DIR for a provider on this host, grpc://127.0.0.1:port
+                without TLS, or inproc:MODEL or inproc:MODEL?shards=N for a provider in this process; for mask="shares"
+                a list of two. With None, the URL that `provider enroll` wrote into each identity's folder.
             identity: folder made by `provider enroll`, needed for grpcs and ipc; a list for several providers.
             mask: lattice, pad, shares, gaussian-pool or off (see docs/masks.md).
             verify: a checkpoint that you trust (folder, GGUF file, hub id or smollm2-135m). Every reply and the whole

@@ -78,6 +78,7 @@ CONNECTION: Mapping[str, Values] = {
         ("grpcs://host", "needs an identity"), ("grpc://host:1", "is for loopback only"), ("ipc:", "expected ipc:DIR"),
         ("ipc:nowhere", "needs an identity"), ("nonsense", "expected grpcs://host:port"),
         ("grpcs://127.0.0.1:99999", "expected grpcs://host:port"),
+        ("grpcs://127.0.0.1:0", "expected grpcs://host:port"),
     ),
     "--identity": _IDENTITY,
     "--mask": (("latice", "did you mean lattice?"), ("shares", "two")),

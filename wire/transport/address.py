@@ -38,7 +38,8 @@ def not_a_url(url: str) -> str:
 
 
 def read_address(url: str, has_identity: bool) -> tuple[str, str, int]:
-    """Returns scheme, host and port of `grpcs://host[:port]`, or of `grpc://` on loopback.
+    """Returns scheme, host and port of `grpcs://host[:port]`, or of `grpc://` on loopback. Without a port it is
+    `DEFAULT_PORT`.
 
     Args:
         url: the provider's URL.
@@ -54,7 +55,7 @@ def read_address(url: str, has_identity: bool) -> tuple[str, str, int]:
     except ValueError as exc:  # The port is no number, or a bracket was left open.
         raise ConfigurationError(not_a_url(url)) from exc
     has_more = parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc
-    if parts.scheme not in _SCHEMES or not host or has_more:
+    if parts.scheme not in _SCHEMES or not host or parts.port == 0 or has_more:
         raise ConfigurationError(not_a_url(url))
     if parts.scheme == "grpcs" and not has_identity:
         raise ConfigurationError("a grpcs:// URL needs an identity, the folder that `provider enroll` made")
