@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import signal
 import statistics
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from wire.transport.grpc_connection import GrpcConnection
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+_SAY_S = 5.0
+"""The least seconds between two lines that say how far a benchmark is."""
 
 
 @contextlib.contextmanager
@@ -274,7 +277,7 @@ def interleaved(
     before: dict[str, Callable[[], Any]] | None = None,
 ) -> dict[str, list[float]]:
     """Returns the seconds of each repeat of each run, by run. The runs take turns, so that a drift of the machine's
-    speed affects all alike.
+    speed affects all alike. Now and then a line on stderr says how far this is.
 
     Args:
         runs: the functions to time, by name.
@@ -283,7 +286,11 @@ def interleaved(
         before: for each run, a function that is called before it and not timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    said_s = -math.inf
     for repeat in range(warmup + repeats):
+        if time.monotonic() - said_s >= _SAY_S:
+            said_s = time.monotonic()
+            print(f"round {repeat + 1}/{warmup + repeats} of {', '.join(runs)}", file=sys.stderr, flush=True)
         for name, run in runs.items():
             if before is not None:
                 before[name]()

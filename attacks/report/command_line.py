@@ -170,7 +170,7 @@ def _controls_beside(names: str | None) -> Iterator[Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_controls, args=(theirs, names), daemon=True)
-    with _waits(signal.SIGINT):  # the process inherits this: a terminal sends Ctrl-C to it too, and this one ends it
+    with _without_ctrl_c():
         process.start()
     theirs.close()
     try:
@@ -264,7 +264,7 @@ def attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, nu
     order = sorted(whole, key=lambda one: one[1])  # the adversaries that take longest come first
     context = multiprocessing.get_context("fork")  # a forked process has views and models already
     others = {process.pid for process in multiprocessing.active_children()}
-    with _waits(signal.SIGTERM):  # the forked processes inherit this
+    with _sigterm_waits():  # the forked processes inherit this
         pool = context.Pool(num_processes, _set_work, (cases, chosen, out))
     with pool:
         started = {process.pid for process in multiprocessing.active_children()} - others
@@ -278,9 +278,20 @@ def attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, nu
 
 
 @contextlib.contextmanager
-def _waits(number: signal.Signals) -> Iterator[None]:
-    """Blocks a signal for this thread within the context. One that comes meanwhile is delivered afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+def _without_ctrl_c() -> Iterator[None]:
+    """Starts processes that ignore Ctrl-C, which a terminal sends to all: this process ends them, and says so once. A
+    mask would not do, since multiprocessing takes SIGINT off it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """Blocks SIGTERM for this thread within the context. A signal that comes meanwhile is delivered afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         yield
     finally:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -42,3 +45,19 @@ def test_the_list_names_the_adversaries_without_torch(module: ModuleType) -> Non
     expected = [(one.name, one.summary) for one in adversaries(default)]
     assert list(summaries(default).items()) == expected
     assert done.stdout.splitlines()[: len(expected)] == [f"{name:22} {summary}" for name, summary in expected]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_is_said_once(tmp_path: Path) -> None:
+    """A terminal sends it to all processes: to the controls, the provider and the victim, too."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "attacks.extract_lora", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("records the traffic"):
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, out, err) == (130, "", "attacks.extract_lora: stopped\n")

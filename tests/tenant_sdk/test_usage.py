@@ -175,8 +175,8 @@ cli.main()
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["explain"], ""),
-        (["generate", "who?"], ""),
+        (["explain"], "tenant: stopped\n"),
+        (["generate", "who?"], "tenant: stopped\n"),
         (
             ["finetune", "rows.jsonl", "--output", "new"],
             "tenant: stopped; the same command goes on from the last checkpoint, if there is one\n",
