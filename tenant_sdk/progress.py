@@ -30,7 +30,7 @@ _LINE_S = 5.0
 """The least seconds between two lines of a stage where there is no terminal."""
 _QUICK_S = 1.0
 """The seconds of a stage that is so short that it is not shown beside others."""
-_LOOK_S = 0.5
+LOOK_S = 0.5
 """The seconds between two looks whether a line is due."""
 
 
@@ -187,7 +187,7 @@ def stages(
     ended = threading.Event()
 
     def look() -> None:
-        while not ended.wait(_LOOK_S):
+        while not ended.wait(LOOK_S):
             shown.look()
 
     threading.Thread(target=look, name="progress", daemon=True).start()

@@ -176,7 +176,7 @@ def test_lines_come_by_themselves_while_a_stage_says_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = threading.Event()
-    monkeypatch.setattr(progress, "_LOOK_S", 0.0)
+    monkeypatch.setattr(progress, "LOOK_S", 0.0)
     for kind, console in ((Lines, plain()), (Bars, terminal()[0])):
         looked.clear()
         monkeypatch.setattr(kind, "look", lambda shown: looked.set())
