@@ -18,6 +18,7 @@ from provider.config import ProviderSettings
 from provider.model.load import resolve
 from provider.net.descriptors import raise_file_limit
 from provider.parallel.environment import rank_here
+from runtime.command_line import TOLD_AGAIN_S, told_if_slow
 from runtime.compiled import unknown_kernels
 from runtime.files import nearest_there, why_not_writable
 from runtime.stopping import INTERRUPTED, at_once, tell_stopped
@@ -233,13 +234,14 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
     source = resolve(settings.model)
     _LOGGER.info("loading %s", source.model_id)
     parent = settings.state if settings.tls else None
-    served = serve_model(
-        load(source),
-        settings.weights,
-        settings.base_layers,
-        bundle_parent=parent,
-        recording=settings.record is not None,
-    )
+    with told_if_slow(f"still loading {source.model_id}", _LOGGER.info, TOLD_AGAIN_S):
+        served = serve_model(
+            load(source),
+            settings.weights,
+            settings.base_layers,
+            bundle_parent=parent,
+            recording=settings.record is not None,
+        )
     recorder = None
     if settings.record is not None:
         recorder = Recorder(settings.record, served.manifest, settings.record_limit, settings.record_layers)

@@ -63,7 +63,7 @@ from tenant_sdk.model.send import RemoteExecutor, most_rows
 from tenant_sdk.peft_model import virtual_tokens
 from tenant_sdk.plain_values import positive
 from tenant_sdk.plan_file import Bill, Saving, size
-from tenant_sdk.progress import Report, unseen
+from tenant_sdk.report import Report, unseen
 from tenant_sdk.session import Session
 from tenant_sdk.session_protocol import TrainingSession
 from tenant_sdk.training.activation_checkpointing import Checkpointing, estimate, has_dropout

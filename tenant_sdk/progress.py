@@ -1,7 +1,7 @@
 """This module shows on stderr how far training (step and loss) and long preparations are.
 
 In a terminal there are bars. Elsewhere, as in a log file or under a supervisor, there are lines: one for each step of
-training, and one every few seconds of a preparation, which has stages.
+training, with others within steps that take long, and one every few seconds of a preparation, which has stages.
 
 Guarantees: both times that are shown, the elapsed and the remaining one, are of one clock: together they are the time
 that the whole is expected to take, which changes only when a step ends. The remaining time is known once one step has
@@ -28,6 +28,9 @@ from tenant_sdk.report import Report, unseen
 
 _LINE_S = 5.0
 """The least seconds between two lines of a stage where there is no terminal."""
+_LONG_STEP_S = 15.0
+"""The seconds of a step of training after which a line says that it goes on."""
+_TRAINING = "fine-tuning"
 _QUICK_S = 1.0
 """The seconds of a stage that is so short that it is not shown beside others."""
 LOOK_S = 0.5
@@ -118,8 +121,11 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         """
         console = console or Console(stderr=True)
         self._pace, self._has_bar = Pace(clock), _has_bar(console)
+        self._clock, self._ended = clock, threading.Event()
+        self._step = self._num_steps = 0
+        self._printed_s = clock()
         self._bar = Progress(
-            TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+            TextColumn(_TRAINING), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
             _Times(), console=console,
         )  # fmt: skip
         self._task: Any = None
@@ -133,7 +139,9 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
                 "", total=state.max_steps, completed=state.global_step, loss="-", pace=self._pace
             )
         else:  # the first step may take minutes
-            print(f"fine-tuning {state.global_step}/{state.max_steps} ...", file=sys.stderr, flush=True)
+            self._step, self._num_steps, self._printed_s = state.global_step, state.max_steps, self._clock()
+            to_stderr(f"{_TRAINING} {state.global_step}/{state.max_steps} ...")
+            threading.Thread(target=_look_until, args=(self._ended, self.look), name="progress", daemon=True).start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Moves the bar to the step that was logged, or prints its line."""
@@ -144,7 +152,15 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         if self._has_bar:
             self._bar.update(self._task, completed=state.global_step, loss=loss)
         else:
-            _line("fine-tuning", state.global_step, state.max_steps, self._pace, f"  loss {loss}")
+            self._step, self._printed_s = state.global_step, self._clock()
+            _line(_TRAINING, state.global_step, state.max_steps, self._pace, f"  loss {loss}")
+
+    def look(self) -> None:
+        """Prints a line where there is no terminal, if a step, or the evaluation after it, has taken long since the
+        last one. This is called every half second."""
+        if self._clock() - self._printed_s >= max(_LONG_STEP_S, self._pace.elapsed_s / 20):
+            self._printed_s = self._clock()
+            _line(_TRAINING, self._step, self._num_steps, self._pace)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Moves the progress bar to its last step and ends it."""
@@ -155,8 +171,14 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
 
     def stop(self) -> None:
         """Ends the bar at its current step, for a run that failed; a second call does nothing."""
+        self._ended.set()
         if self._has_bar:  # without a terminal, rich would print an empty line
             self._bar.stop()
+
+
+def _look_until(ended: threading.Event, look: Callable[[], object]) -> None:
+    while not ended.wait(LOOK_S):
+        look()
 
 
 @contextlib.contextmanager
@@ -185,12 +207,7 @@ def stages(
     console = console or Console(stderr=True)
     shown = Bars(console, clock, is_long) if _has_bar(console) else Lines(clock, is_long)
     ended = threading.Event()
-
-    def look() -> None:
-        while not ended.wait(LOOK_S):
-            shown.look()
-
-    threading.Thread(target=look, name="progress", daemon=True).start()
+    threading.Thread(target=_look_until, args=(ended, shown.look), name="progress", daemon=True).start()
     try:
         yield shown
     finally:

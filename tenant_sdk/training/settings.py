@@ -262,7 +262,8 @@ class FinetuneOptions:
     progress: bool = field(
         default=True,
         metadata=_told(
-            "show a progress bar on stderr; without a terminal, a line for each step", "Evaluation and reports"
+            "show a progress bar on stderr; without a terminal, a line for each step, and every 15 s within a long one",
+            "Evaluation and reports",
         ),
     )
 

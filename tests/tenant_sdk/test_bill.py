@@ -30,7 +30,7 @@ from tenant_sdk.bill import PROBE_ROWS, Planner
 from tenant_sdk.endpoint.command import serve_command
 from tenant_sdk.endpoint.settings import EndpointSettings
 from tenant_sdk.plan_file import Saving
-from tenant_sdk.progress import unseen
+from tenant_sdk.report import unseen
 from tenant_sdk.testing import ScriptedProvider, save_tiny_model
 from tests.support.lattice import TOY
 from tests.support.providers import make_served_model, serving

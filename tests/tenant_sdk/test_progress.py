@@ -108,6 +108,29 @@ def test_without_a_terminal_each_step_has_a_line(capsys: pytest.CaptureFixture[s
     ]
 
 
+def test_a_long_step_has_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    bar = ProgressBar(plain(), clock)
+    state: Any = SimpleNamespace(global_step=0, max_steps=2)
+    bar.on_train_begin(None, state, None)
+    for step in (1, 2):
+        for _ in range(39):
+            clock.now_s += 1
+            bar.look()
+        state.global_step = step
+        bar.on_log(None, state, None, {"loss": 2.0})
+    bar.on_train_end(None, state, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "fine-tuning 0/2 ...",
+        "fine-tuning 0/2  0:00:15 elapsed, -:--:-- left",
+        "fine-tuning 0/2  0:00:30 elapsed, -:--:-- left",
+        "fine-tuning 1/2  loss 2.0000  0:00:39 elapsed, 0:00:39 left",
+        "fine-tuning 1/2  0:00:54 elapsed, 0:00:24 left",
+        "fine-tuning 1/2  0:01:09 elapsed, 0:00:09 left",
+        "fine-tuning 2/2  loss 2.0000  0:01:18 elapsed, 0:00:00 left",
+    ]
+
+
 def test_a_line_is_there_before_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
     with counting("checking", console=plain()) as report:
         assert capsys.readouterr().err == "checking ...\n"
