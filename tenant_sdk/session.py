@@ -173,8 +173,7 @@ def open_session(
             found = _compare(plan, connections[0], manifest, report, own_weights, verifier, kept)
         weights = None if found is None else found.kept
         if found is None and kept.groups:
-            with told_if_slow("fetching the weights of layers that are kept", say):
-                weights = _fetch_kept(plan, connections[0], manifest, kept)
+            weights = _fetch_kept(plan, connections[0], manifest, kept, report)
         executor = RemoteExecutor(connections, scheme, manifest.limits, verifier, weights)
         if found is not None:
             report("choosing where hints come from")
@@ -263,7 +262,7 @@ def _check_pins(plan: Plan, manifest: Manifest, current: Mapping[str, str]) -> N
         warnings.warn(accepted, AcceptedChangeWarning, stacklevel=users_line())
 
 
-def _fetch_kept(plan: Plan, connection: Connection, manifest: Manifest, kept: Kept) -> KeptWeights:
+def _fetch_kept(plan: Plan, connection: Connection, manifest: Manifest, kept: Kept, report: Report) -> KeptWeights:
     """Returns the weights of the groups that the tenant keeps, from a provider that is not verified.
 
     Raises:
@@ -271,8 +270,8 @@ def _fetch_kept(plan: Plan, connection: Connection, manifest: Manifest, kept: Ke
     """
     if not plan.urls[0].startswith(embedded.SCHEME):
         _check_pins(plan, manifest, {"weights": weights_digest(manifest)})
-    folder, cache = fetch_bundle(connection, manifest, plan.cache), plan.cache or default_cache()
-    return KeptWeights(fetch_weights(connection, manifest, folder, kept.groups, cache))
+    folder, cache = fetch_bundle(connection, manifest, plan.cache, report), plan.cache or default_cache()
+    return KeptWeights(fetch_weights(connection, manifest, folder, kept.groups, cache, report))
 
 
 def _pinned_as(plan: Plan) -> str:

@@ -42,7 +42,6 @@ from attacks.programs.providers import HonestOffer, HostileBundle, tenant_of
 from attacks.report.exit_status import exit_status, out_parser
 from attacks.report.stages import counted, say
 from attacks.victim import models
-from noise.masks.gaussian_pool import NotPrivateWarning
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
@@ -441,8 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_and_report(out: Path) -> int:
-    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
-        warnings.simplefilter("ignore", NotPrivateWarning)  # once for each session, between the lines of the stages
+    with tempfile.TemporaryDirectory() as scratch:
         outcomes = measure_all(Path(scratch))
     table = lines(outcomes)
     (out / "overflow.json").write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from noise.masks.gaussian_pool import NotPrivateWarning
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import NotVerifiedWarning
@@ -35,6 +36,7 @@ def tenant_of(provider: Handler, cache: Path, **options: Any) -> Iterator[Tenant
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotVerifiedWarning)
+        warnings.simplefilter("ignore", NotPrivateWarning)  # otherwise for each session, between lines of the stages
         with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)):
             client = TenantClient("inproc:provider", cache=cache, progress=False, **options)
             client.connect()

@@ -22,6 +22,7 @@ import torch
 
 from runtime.memory import free_memory
 from tenant_sdk.model.build import load_alphas
+from tenant_sdk.progress import Report, megabytes, unseen
 from wire.errors import ConfigurationError, MalformedFrame
 from wire.frame import ITEM_BYTES
 from wire.manifest import GroupInfo, Manifest
@@ -31,6 +32,8 @@ from wire.transport.connection import Connection
 
 MOST_SCALE = float(1 << 16)
 """The largest scale of a column of int8 numbers that is taken: 127 times as much is far above any trained weight."""
+_KEEPING = "fetching the weights of kept layers"
+"""What `fetch_weights` reports."""
 _LAYER = "weight"
 """The name of the one layer in the store of a group."""
 _LOGGER = logging.getLogger(__name__)
@@ -43,7 +46,12 @@ def weights_digest(manifest: Manifest) -> str:
 
 
 def fetch_weights(
-    connection: Connection, manifest: Manifest, bundle: Path, groups: Iterable[int], cache: Path
+    connection: Connection,
+    manifest: Manifest,
+    bundle: Path,
+    groups: Iterable[int],
+    cache: Path,
+    report: Report = unseen,
 ) -> dict[int, torch.Tensor]:
     """Returns the weights of kept groups, which are fetched unless they are in the cache.
 
@@ -53,6 +61,7 @@ def fetch_weights(
         bundle: the folder of the provider's bundle, which has the scales.
         groups: the numbers of the groups.
         cache: the cache folder.
+        report: told how much is there.
 
     Returns:
         By group's number W̃: int8, shape (in_features, out_features), CPU.
@@ -64,7 +73,9 @@ def fetch_weights(
         MalformedFrame: a weight is not the one that the manifest announced, or is one that no checkpoint has.
     """
     wanted = [manifest.groups[number] for number in sorted(groups)]
-    _check_memory(sum(group.weight_bytes for group in wanted))
+    total, done = sum(group.weight_bytes for group in wanted), 0
+    _check_memory(total)
+    report(_KEEPING, 0, megabytes(total), "MB")
     alphas, folder = load_alphas(bundle, manifest), cache / "weights"
     found = {}
     for group in wanted:
@@ -76,6 +87,8 @@ def fetch_weights(
             weight = _fetched(connection, group, alpha)
             _into_store(folder, group, weight, alpha)
         found[group.id] = weight
+        done += group.weight_bytes
+        report(_KEEPING, megabytes(done), megabytes(total), "MB")
     return found
 
 
