@@ -74,6 +74,14 @@ def test_a_weight_is_fetched_once_and_read_from_the_cache_later(tmp_path: Path) 
     assert giver.asked == 1
 
 
+def test_how_much_of_the_weights_is_there_is_told(tmp_path: Path) -> None:
+    group, told = group_of(WEIGHT, ALPHA), list[tuple[Any, ...]]()
+    save_file({"a.q_proj": ALPHA}, tmp_path / "scales.safetensors")
+    giver, announced = Giver(bytes_of(WEIGHT, ALPHA)), Announced([group])
+    fetch_weights(giver, announced, tmp_path, {0}, tmp_path, lambda *each: told.append(each))  # type: ignore[arg-type]
+    assert told == [("fetching the weights of kept layers", done, 1, "MB") for done in (0, 1)]
+
+
 @settings(deadline=None)
 @given(st.lists(st.binary(max_size=12), max_size=6), st.integers(0, 18), st.booleans())
 def test_whatever_comes_is_the_weight_or_a_malformed_frame(parts: list[bytes], cut: int, is_whole: bool) -> None:
