@@ -22,7 +22,7 @@ import torch
 
 from runtime.memory import free_memory
 from tenant_sdk.model.build import load_alphas
-from tenant_sdk.progress import Report, megabytes, unseen
+from tenant_sdk.report import Report, megabytes, unseen
 from wire.errors import ConfigurationError, MalformedFrame
 from wire.frame import ITEM_BYTES
 from wire.manifest import GroupInfo, Manifest
