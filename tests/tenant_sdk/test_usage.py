@@ -154,6 +154,12 @@ class Client:
         return self
 
     def __exit__(self, *_):
+        self.close()
+
+    def connect(self, *_):
+        pass
+
+    def close(self):
         self.own.close()
 
     def generate(self, *_, **__):
