@@ -40,7 +40,7 @@ ENOUGH_TOKENS = 400
 """The tokens for which masks are ready before a run of `pools`. A pool makes new ones when 256 are left."""
 
 
-def decode_of(model: Any, vocabulary: int = 40_000) -> Callable[[], Any]:
+def _decode_of(model: Any, vocabulary: int = 40_000) -> Callable[[], Any]:
     """Returns a function that generates exactly NEW_TOKENS tokens after a fixed prompt. As in the benchmark of Petals,
     the time includes the pass over the prompt."""
     import torch
@@ -68,7 +68,7 @@ def remote(url: str, folder: str, mask: str) -> None:
         if mask == "lattice":
             client.fetch_hints()
         prepare = (lambda: client.prepare(PROMPT_TOKENS + NEW_TOKENS)) if mask == "lattice" else None
-        serve_worker(decode_of(client.load_model()), prepare)
+        serve_worker(_decode_of(client.load_model()), prepare)
 
 
 def _drop_unnamed_files() -> None:
@@ -151,7 +151,7 @@ def _run_pools(repeats: int, names: Sequence[str] = POOLS, num_blocks: int = 2) 
                 if is_cold:
                     _drop_unnamed_files()
 
-            runs[name], before[name] = decode_of(client.load_model(), 255), prepare
+            runs[name], before[name] = _decode_of(client.load_model(), 255), prepare
         seconds = interleaved(runs, repeats, before=before)
         embedded.answer_no_more(url)
     return {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, names[0])}
@@ -195,7 +195,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["local"]:
-        serve_worker(decode_of(local_model()))
+        serve_worker(_decode_of(local_model()))
     elif sys.argv[1:2] == ["remote"]:
         remote(*sys.argv[2:])
     else:

@@ -33,7 +33,7 @@ _MAPPED_BYTES = 1 << 16
 _WARM_TOKENS = 64
 
 
-def fix_malloc() -> None:
+def _fix_malloc() -> None:
     """Makes malloc return each block of 64 KiB or more to the system as soon as it is freed, and use one heap."""
     mallopt = ctypes.CDLL(None).mallopt
     for parameter, value in ((_M_MMAP_THRESHOLD, _MAPPED_BYTES), (_M_TRIM_THRESHOLD, _MAPPED_BYTES), (_M_ARENA_MAX, 1)):
@@ -49,7 +49,7 @@ def _memory_mb(name: str) -> float:
     return float("nan")
 
 
-def take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: Any = None) -> float:
+def _take_step(model: Any, num_tokens: int, window_tokens: int | None, replies: Any = None) -> float:
     """Computes the gradients of one row of random tokens and returns the loss.
 
     Args:
@@ -89,11 +89,11 @@ def measure(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(model, config).train()
-    take_step(model, _WARM_TOKENS, window_tokens, replies)
+    _take_step(model, _WARM_TOKENS, window_tokens, replies)
     resident, before = _memory_mb("VmRSS"), client.traffic if client is not None else None
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     began = time.monotonic()
-    loss = take_step(model, num_tokens, window_tokens, replies)
+    loss = _take_step(model, num_tokens, window_tokens, replies)
     found = {"seconds": time.monotonic() - began, "MB": _memory_mb("VmHWM") - resident, "loss": loss}
     if before is not None:
         found["up"] = (client.traffic.bytes_up - before.bytes_up) / num_tokens / 1e6
@@ -103,7 +103,7 @@ def measure(
 
 def _run_side(side: str, num_tokens: int, folder: str, url: str) -> None:
     """Takes one side's step in this process, and prints the figures of `measure` as JSON."""
-    fix_malloc()
+    _fix_malloc()
     if side == "local":
         print(json.dumps(measure(local_model(), num_tokens, None)))
         return

@@ -137,7 +137,7 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
     """
     chosen = choose_arithmetic(mask, arithmetic, setting)
     makers: dict[str, Callable[..., MaskScheme]] = {
-        "lattice": make_lattice, "pad": make_pad, "shares": make_shares, "gaussian-pool": make_gaussian_pool,
+        "lattice": make_lattice, "pad": make_pad, "shares": make_shares, "gaussian-pool": _make_gaussian_pool,
         "off": lambda _: Off(_ARITHMETIC[chosen]),
     }  # fmt: skip
     given = check_options(mask, options)
@@ -152,7 +152,7 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
     return makers[mask](setting, **given)
 
 
-def make_gaussian_pool(setting: Setting, **options: Any) -> MaskScheme:
+def _make_gaussian_pool(setting: Setting, **options: Any) -> MaskScheme:
     """Makes the mask `gaussian-pool`, whose options these are."""
     return GaussianPool(**options)
 

@@ -203,7 +203,7 @@ def _open_state(settings: ProviderSettings) -> StateDir | FrontIdentity | None:
     else:
         files = FrontFiles(settings.server_cert, settings.server_key, settings.registry, settings.registry_max_age_s)
         state = FrontIdentity(files, settings.state)
-    check_folders(settings, state)
+    _check_folders(settings, state)
     return state
 
 
@@ -446,7 +446,7 @@ def check_ports(settings: ProviderSettings) -> None:
             raise ConfigurationError(f"cannot listen on 127.0.0.1:{port} for {what}: is it in use?")
 
 
-def check_folders(settings: ProviderSettings, state: StateDir | FrontIdentity | None) -> None:
+def _check_folders(settings: ProviderSettings, state: StateDir | FrontIdentity | None) -> None:
     """Checks what the settings name besides the model, as far as that is possible before torch is imported: the names
     of the certificate, and the folders of usage, socket and recording.
 

@@ -34,10 +34,10 @@ def use_one_core() -> None:
     if getattr(_local, "done", False):
         return
     _local.done = True
-    use_cores(1)
+    _use_cores(1)
 
 
-def use_cores(count: int) -> None:
+def _use_cores(count: int) -> None:
     """Makes torch operations of the calling thread run on `count` cores; see `use_one_core`. It takes a microsecond, so
     it may be called often."""
     torch.get_num_threads()  # torch sets a new thread's count at its first use, which must come first.
@@ -51,14 +51,14 @@ def spare_cores() -> None:
     count = torch.get_num_threads()
     if count > 1:
         _local.spared = count
-        use_cores(1)
+        _use_cores(1)
 
 
 def return_cores() -> None:
     """Ends `spare_cores`; does nothing if `spare_cores` was not called or the thread had one core."""
     count, _local.spared = getattr(_local, "spared", 0), 0
     if count:
-        use_cores(count)
+        _use_cores(count)
 
 
 @contextlib.contextmanager
@@ -69,10 +69,10 @@ def one_core() -> Iterator[None]:
         yield
         return
     try:
-        use_cores(1)
+        _use_cores(1)
         yield
     finally:
-        use_cores(before)
+        _use_cores(before)
 
 
 @contextlib.contextmanager
@@ -83,11 +83,11 @@ def all_cores() -> Iterator[None]:
     if not count:
         yield
         return
-    use_cores(count)
+    _use_cores(count)
     try:
         yield
     finally:
-        use_cores(before)  # Inside another such block, `before` is already the number of all cores.
+        _use_cores(before)  # Inside another such block, `before` is already the number of all cores.
 
 
 @functools.cache

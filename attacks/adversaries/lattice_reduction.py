@@ -70,7 +70,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
         share = left // 2  # a stream gets half of what is left, so none uses it all
         for seed in seeds:
             for degree in ring_degrees(seed.num_rows):
-                num_features = min(stream.num_features, samples_for_lll(seed.num_rows, NOMINAL_SIGMA) or 0)
+                num_features = min(stream.num_features, _samples_for_lll(seed.num_rows, NOMINAL_SIGMA) or 0)
                 key = seed.seed, degree, num_features  # wider layers share a reduction
                 if key not in targets and len(targets) < MOST_REDUCTIONS:
                     targets[key] = _Target.of(seed, degree, num_features)
@@ -98,13 +98,13 @@ class _Target:
         public = PublicMatrix.of(seed, degree, num_features)
         self._num_rows = -(-num_samples // num_features)
         self._equations = public.stacked_equations(self._num_rows, num_samples)
-        self._scale = secret_scale(NOMINAL_SIGMA)
-        self._basis = reduced_basis(self._equations, self._scale)
+        self._scale = _secret_scale(NOMINAL_SIGMA)
+        self._basis = _reduced_basis(self._equations, self._scale)
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, num_features: int) -> _Target | None:
         """Returns a target whose lattice is reduced; None if eight rows of a block have too few samples for LLL."""
-        num_samples = samples_for_lll(seed.num_rows, NOMINAL_SIGMA)
+        num_samples = _samples_for_lll(seed.num_rows, NOMINAL_SIGMA)
         if num_samples is None or num_samples > min(degree, 8) * num_features:
             return None
         return cls(seed, degree, num_features, num_samples)
@@ -134,9 +134,9 @@ class _Target:
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
         if not bool(masks.any()):
             return None  # rows that were sent as zeros were not masked at all
-        embedded = embed(self._basis, masks, self._seed.num_rows, NOMINAL_SIGMA)
+        embedded = _embed(self._basis, masks, self._seed.num_rows, NOMINAL_SIGMA)
         load_fpylll().LLL.reduction(embedded)
-        return read_secret(embedded, self._equations, masks, self._scale, NOMINAL_SIGMA)
+        return _read_secret(embedded, self._equations, masks, self._scale, NOMINAL_SIGMA)
 
 
 # ---- the lattice ----------------------------------------------------------------------------------------------------
@@ -154,32 +154,32 @@ def load_fpylll() -> Any:
         raise ConfigurationError("lattice reduction needs fpylll: pip install fpylll==0.6.4 cysignals==1.12.5") from exc
 
 
-def secret_scale(sigma: float) -> int:
+def _secret_scale(sigma: float) -> int:
     """Returns ν, the factor that makes a ternary secret as large as the error."""
     return max(1, round(sigma / TERNARY_SIGMA))
 
 
-def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float) -> float:
+def _log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float) -> float:
     """Returns log2 of the length of a reduced basis's last Gram-Schmidt vectors, divided by the error σ.
 
     In a lattice of dimension d and volume vol, this length is about root_factor^-d·vol^(1/d). The error has the size σ
     in each coordinate. The reduction should find the secret if the length is larger, that is, if the result is above 0.
     """
     size = dimension + num_samples
-    volume = 32 * num_samples + dimension * math.log2(secret_scale(sigma))
+    volume = 32 * num_samples + dimension * math.log2(_secret_scale(sigma))
     return volume / size - size * math.log2(root_factor) - math.log2(max(sigma, 1.0))
 
 
-def samples_for_lll(dimension: int, sigma: float) -> int | None:
-    """Returns the fewest samples for which `log2_gap` is at least 4 after LLL, so that LLL should find the secret; None
-    if no number below 4·dimension + 8 suffices."""
+def _samples_for_lll(dimension: int, sigma: float) -> int | None:
+    """Returns the fewest samples for which `_log2_gap` is at least 4 after LLL, so that LLL should find the secret;
+    None if no number below 4·dimension + 8 suffices."""
     for num_samples in range(4, 4 * dimension + 8):
-        if log2_gap(dimension, num_samples, sigma, LLL_ROOT_FACTOR) >= 4:
+        if _log2_gap(dimension, num_samples, sigma, LLL_ROOT_FACTOR) >= 4:
             return num_samples
     return None
 
 
-def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
+def _reduced_basis(equations: torch.Tensor, scale: int) -> Any:
     """Returns an LLL-reduced basis of {(ν·s, M·s + q·k)}.
 
     Args:
@@ -200,7 +200,7 @@ def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
     return matrix
 
 
-def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
+def _embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
     """Returns Kannan's embedding of `masks`: the basis with one more column, which is zero, and with one more row
     (0, masks, τ). The zeros stand for the `dimension` numbers of a secret. τ is σ as an integer, at least 1."""
     size, tau = basis.nrows, max(1, round(sigma))
@@ -209,7 +209,7 @@ def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
     return load_fpylll().IntegerMatrix.from_matrix([*rows, target])
 
 
-def read_secret(
+def _read_secret(
     embedded: Any, equations: torch.Tensor, masks: torch.Tensor, scale: int, sigma: float
 ) -> torch.Tensor | None:
     """Reads the ternary secret s from the first four rows of a reduced embedding, int64, shape (n,). Returns None if
@@ -303,17 +303,17 @@ def measure_growth(
 
 
 def _measure(dimension: int, sigma: float, rng: np.random.Generator) -> Growth:
-    num_samples = best_num_samples(dimension, sigma)
+    num_samples = _best_num_samples(dimension, sigma)
     equations = torch.from_numpy(rng.integers(-(2**31), 2**31, (num_samples, dimension)))
     secret = torch.from_numpy(rng.integers(-1, 2, dimension))
     error = torch.from_numpy(np.rint(rng.normal(0.0, sigma, num_samples)).astype(np.int64))
     masks = equations @ secret + error
     start = time.perf_counter()
-    scale = secret_scale(sigma)
-    embedded = embed(reduced_basis(equations, scale), masks.remainder(2**32), dimension, sigma)
+    scale = _secret_scale(sigma)
+    embedded = _embed(_reduced_basis(equations, scale), masks.remainder(2**32), dimension, sigma)
     for block_size in BLOCK_SIZES:
         _reduce(embedded, block_size)
-        found = read_secret(embedded, equations, masks, scale, sigma)
+        found = _read_secret(embedded, equations, masks, scale, sigma)
         if found is not None and torch.equal(found, secret):
             return Growth(dimension, sigma, num_samples, time.perf_counter() - start, block_size)
     return Growth(dimension, sigma, num_samples, time.perf_counter() - start, None)
@@ -328,13 +328,13 @@ def _reduce(matrix: Any, block_size: int) -> None:
     fpylll.BKZ.reduction(matrix, fpylll.BKZ.Param(block_size, flags=flags, max_loops=8))
 
 
-def best_num_samples(dimension: int, sigma: float) -> int:
+def _best_num_samples(dimension: int, sigma: float) -> int:
     """Returns the fewest samples with which LLL should succeed. If no number suffices, returns the number with the
     largest gap (`lattice_reduction.log2_gap`) after LLL."""
-    fewest = samples_for_lll(dimension, sigma)
+    fewest = _samples_for_lll(dimension, sigma)
     if fewest is not None:
         return fewest
-    return max(range(4, 6 * dimension + 8), key=lambda count: log2_gap(dimension, count, sigma, LLL_ROOT_FACTOR))
+    return max(range(4, 6 * dimension + 8), key=lambda count: _log2_gap(dimension, count, sigma, LLL_ROOT_FACTOR))
 
 
 def fit(measured: Sequence[Growth]) -> tuple[float, float]:

@@ -375,7 +375,7 @@ class Site:
             return {one.name: len(one.attack(view, no_model(), None)) for one in ADVERSARIES}
 
 
-def measure(folder: Path, settings: Sequence[Setting] = SETTINGS, weaknesses: Sequence[Weakness] = WEAKNESSES,
+def _measure(folder: Path, settings: Sequence[Setting] = SETTINGS, weaknesses: Sequence[Weakness] = WEAKNESSES,
             ) -> list[Outcome]:  # fmt: skip
     """Measures honest tenants in every setting, and then every weakness."""
     site = Site(folder)
@@ -428,7 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure_and_report(out: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = measure(Path(folder))
+        outcomes = _measure(Path(folder))
     checks = controls()
     table = lines(outcomes, checks)
     told = [asdict(one) | {"checks": draws.checks_to_json(one.checks)} for one in outcomes]

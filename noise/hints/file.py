@@ -145,11 +145,11 @@ def pack(numbers: npt.NDArray[np.int32], dropped_bits: int) -> bytes:
         rows · width · (32 - t) / 8 bytes.
     """
     packed = np.empty(numbers.size * (_WORD_BITS - dropped_bits) // 8, dtype=np.uint8)
-    pack_into(numbers, dropped_bits, packed)
+    _pack_into(numbers, dropped_bits, packed)
     return packed.tobytes()
 
 
-def pack_into(numbers: npt.NDArray[np.int32], dropped_bits: int, out: npt.NDArray[np.uint8]) -> None:
+def _pack_into(numbers: npt.NDArray[np.int32], dropped_bits: int, out: npt.NDArray[np.uint8]) -> None:
     """Does what `pack` does, and writes the packed numbers to `out`. All other memory is small, since fresh pages would
     cost more time than the work.
 
@@ -428,7 +428,7 @@ class PartFile:
                 part = rows[:, columns.start : columns.stop].numpy()
                 padding = layout.stored_width(tile) - len(columns)
                 data = packed[: len(span) * layout.row_bytes(tile)]
-                pack_into(np.pad(part, ((0, 0), (0, padding))) if padding else part, layout.dropped_bits, data)
+                _pack_into(np.pad(part, ((0, 0), (0, padding))) if padding else part, layout.dropped_bits, data)
                 if is_part:
                     crc = zlib.crc32(data.data, crc)
                 _write_all(self._handle, data.data, layout.span(tile, span)[0])

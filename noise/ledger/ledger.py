@@ -14,7 +14,7 @@ ever used. A complete last record with a wrong CHECK is damage. Its blocks may h
 No secret is ever written: seeds are public.
 
 Guarantees: the count on disk is never below the number of blocks handed out, whatever crashes (as long as fsync works).
-Threads and processes that open the same file share one count and one current seed: `Ledger` holds `exclusive` while it
+Threads and processes that open the same file share one count and one current seed: `Ledger` holds `_exclusive` while it
 writes. If a record cannot be made durable, the caller gets an error and no block. A forked child is refused. A ledger
 and the blocks of a reservation can be neither pickled nor copied. A restart abandons what was reserved, since masks are
 never serialised.
@@ -166,7 +166,7 @@ def seed_record(seed: Seed) -> dict[str, Any]:
     return {"op": "seed", "seed": {**vars(seed), "seed": seed.seed.hex()}}
 
 
-def reserve_record(seed_id: str, num_blocks: int, what: str) -> dict[str, Any]:
+def _reserve_record(seed_id: str, num_blocks: int, what: str) -> dict[str, Any]:
     """Returns the record that reserves blocks of a seed, with the process's id, the time and the purpose."""
     origin = {"pid": os.getpid(), "time": int(time.time())}
     return {"op": "reserve", "seed": seed_id, "blocks": num_blocks, "what": what[:_MAX_WHAT_CHARS], **origin}
@@ -186,14 +186,14 @@ def encode(records: Iterable[dict[str, Any]], chain: bytes) -> bytes:
     return b"".join(lines)
 
 
-def write_synced(fd: int, data: bytes) -> None:
+def _write_synced(fd: int, data: bytes) -> None:
     """Writes the bytes and returns when all of them are on the disk; raises OSError otherwise."""
     if os.write(fd, data) != len(data):  # A write is short only if the disk is full.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(fd)
 
 
-def read_from(fd: int, offset: int) -> bytes:
+def _read_from(fd: int, offset: int) -> bytes:
     """Returns all bytes of a file from `offset` to its end."""
     parts = []
     while part := os.pread(fd, _READ_BYTES, offset):
@@ -202,7 +202,7 @@ def read_from(fd: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
-def exclusive(path: Path) -> contextlib.AbstractContextManager[bool]:
+def _exclusive(path: Path) -> contextlib.AbstractContextManager[bool]:
     """Returns the lock of the ledger at `path`. The lock is a file next to the ledger."""
     return locked(path.with_name(path.name + ".lock"))
 
@@ -271,7 +271,7 @@ class Ledger:
         ledger = cls(Path(path), identity, compact_bytes)
         try:
             make_private_folder(ledger._path.parent)
-            with exclusive(ledger._path):
+            with _exclusive(ledger._path):
                 if not ledger._path.exists():
                     ledger._replace_file([header(identity)])
                 ledger._attach()
@@ -342,7 +342,7 @@ class Ledger:
                 raise SeedExhausted(
                     f"seed {seed_id} has served {seed.used} of {budget} secrets: {num_blocks} more do not fit"
                 )
-            self._append(reserve_record(seed_id, num_blocks, what))
+            self._append(_reserve_record(seed_id, num_blocks, what))
         return Reservation(seed_id, num_blocks, what, seed.used, Slots(num_blocks))
 
     def fresh_seed(self, kind: Literal["shares", "pad"]) -> bytes:
@@ -393,7 +393,7 @@ class Ledger:
             if self._fd < 0:
                 raise MaskError("the ledger is closed")
             try:
-                with exclusive(self._path):
+                with _exclusive(self._path):
                     self._catch_up()
                     yield self._book
             except OSError as exc:
@@ -410,7 +410,7 @@ class Ledger:
         if there.st_size < offset:
             raise self._went_back()
         if there.st_size > offset:
-            self._book.read(read_from(self._fd, offset))
+            self._book.read(_read_from(self._fd, offset))
 
     def _attach(self) -> None:
         """Opens the file that is now at `path` and reads all of it."""
@@ -419,7 +419,7 @@ class Ledger:
             if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
                 raise ConfigurationError(f"the ledger {self._path} is open to other users: chmod 600 it")
             book = Book(str(self._path), self._identity)
-            book.read(read_from(fd, 0))
+            book.read(_read_from(fd, 0))
             if not book.mark[0]:  # A new file gets its name when it is complete, so a missing header is damage.
                 raise book.damaged(1)
             if self._book.is_ahead_of(book):
@@ -449,7 +449,7 @@ class Ledger:
             records.insert(0, {"op": "torn", "bytes": num_torn, "time": int(time.time())})
         data = encode(records, chain)
         try:
-            write_synced(self._fd, data)
+            _write_synced(self._fd, data)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, offset)
@@ -468,7 +468,7 @@ class Ledger:
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
             os.fchmod(fd, 0o600)  # This overrides the umask and a leftover file's mode.
-            write_synced(fd, encode(records, MAGIC))
+            _write_synced(fd, encode(records, MAGIC))
         finally:
             os.close(fd)
         os.replace(scratch, self._path)

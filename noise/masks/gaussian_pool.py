@@ -86,7 +86,7 @@ class GaussianPool:
         """Adds one pooled vector, scaled to the size of the rows, to every row of the call; see `MaskScheme.mask`."""
         check_finite(rows)
         noise, effect = self._pick(group, direction, rows.device)
-        strength = self._sigma * root_mean_square(rows)
+        strength = self._sigma * _root_mean_square(rows)
         # The sum of two finite numbers may be infinite. An error here, after a vector was used, would show: the next
         # vectors would be drawn earlier.
         noisy = (rows + strength * noise).clamp_(-_LARGEST, _LARGEST)
@@ -128,7 +128,7 @@ class GaussianPool:
             self._pools.clear()
 
 
-def root_mean_square(rows: torch.Tensor) -> float:
+def _root_mean_square(rows: torch.Tensor) -> float:
     """Returns √(mean of squares), without overflow or underflow; 1.0 if all rows are zero or there are none."""
     if rows.numel() == 0:
         return 1.0

@@ -112,7 +112,7 @@ def build_bundle(
     try:
         folder = Path(tempfile.mkdtemp(prefix="bundle-", dir=parent))
         config = _write_config(model, folder)
-        save_file(client_tensors(model), folder / "model.safetensors", {"format": "pt"})
+        save_file(_client_tensors(model), folder / "model.safetensors", {"format": "pt"})
         save_file(scales, folder / "scales.safetensors")
         save_file(norms, folder / "column_norms.safetensors")
         if tokenizer is not None:
@@ -127,7 +127,7 @@ def build_bundle(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def client_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def _client_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns all parameters and persistent buffers by name. A tensor with several tied names appears once, under the
     name that Hugging Face keeps."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})

@@ -170,7 +170,7 @@ class StreamPort:
             pass  # The peer has hung up, as a load balancer does that only looks whether the port is open.
         except ssl.SSLError as exc:
             if connection is None:
-                self._refusals.add(None, why_no_handshake(exc))
+                self._refusals.add(None, _why_no_handshake(exc))
         except (OSError, MalformedFrame):
             pass  # The peer has disconnected, or was silent for too long.
         except WrongPeer:
@@ -218,7 +218,7 @@ _EXPIRED, _NOT_YET_VALID = 10, 9
 """Numbers of OpenSSL's errors about a certificate: X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID."""
 
 
-def why_no_handshake(error: ssl.SSLError) -> str:
+def _why_no_handshake(error: ssl.SSLError) -> str:
     """Returns for the log why TLS refused a peer: one of a few fixed texts, since OpenSSL's own may quote the peer."""
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code == _EXPIRED:

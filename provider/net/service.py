@@ -55,7 +55,7 @@ from wire.transport.message_socket import MessageSocket
 from wire.usage import DAY_S
 
 
-def wanted_file(connection: MessageSocket) -> str | None:
+def _wanted_file(connection: MessageSocket) -> str | None:
     """Waits for a connection's first frame, and returns the name of the file that the frame asks for; "" stands for
     the manifest. Returns None if the connection is a stream; then the frame can still be received.
 
@@ -89,7 +89,7 @@ def send_file(connection: MessageSocket, chunks: Iterable[bytes], total_bytes: i
     connection.finish(linger_s)
 
 
-def carry_rpc(session: Session, messages: Iterator[bytes]) -> Iterator[bytes]:
+def _carry_rpc(session: Session, messages: Iterator[bytes]) -> Iterator[bytes]:
     """Hands the received messages of a gRPC stream to a session, and yields the session's frames, until one side ends.
     A tenant that cannot reach the tensor port has such a stream. The calling thread, which is the RPC's own, sends.
 
@@ -148,7 +148,7 @@ matches counts."""
 _LOGGER = logging.getLogger(__name__)
 
 
-def why_no_call(exc: VeilbaseError) -> str:
+def _why_no_call(exc: VeilbaseError) -> str:
     """Returns the reason, in the log, why a call beside the streams is refused."""
     if isinstance(exc, UnknownLayer):
         return _NO_FILE
@@ -318,7 +318,7 @@ class ProviderService:
         if not context.add_callback(lambda: self._drop(session)):
             self._drop(session)
         try:
-            yield from carry_rpc(session, messages)
+            yield from _carry_rpc(session, messages)
         finally:
             self._drop(session)
 
@@ -353,7 +353,7 @@ class ProviderService:
 
     def _serve_call(self, access: Access, connection: MessageSocket, takes_fetch: bool) -> VeilbaseError | None:
         try:
-            name = wanted_file(connection) if takes_fetch else None
+            name = _wanted_file(connection) if takes_fetch else None
             if name is not None:
                 send_file(connection, *self._file_for(access.tenant, name), LINGER_S)
                 return None
@@ -361,7 +361,7 @@ class ProviderService:
         except (EOFError, OSError):
             return None  # The tenant has disconnected, or was silent for too long.
         except VeilbaseError as exc:
-            self._refusals.add(access.tenant, why_no_call(exc))
+            self._refusals.add(access.tenant, _why_no_call(exc))
             return exc
         try:
             self._carry(access, connection, given)

@@ -83,7 +83,7 @@ class Meter:
             "execution_seconds": Histogram(_SECONDS),
         }
         for one in RequestClass:
-            self._histograms[wait_name(one)] = Histogram(_SECONDS)
+            self._histograms[_wait_name(one)] = Histogram(_SECONDS)
             self._histograms[latency_name(one)] = Histogram(_SECONDS)
         self._decode_latency = self._histograms[latency_name(RequestClass.DECODE)]
 
@@ -100,7 +100,7 @@ class Meter:
                 ticket = piece.ticket
                 waited_s = max(0.0, began_s - ticket.arrived_s)
                 if piece.first_row == 0:
-                    self._histograms[wait_name(ticket.request_class)].add(waited_s)
+                    self._histograms[_wait_name(ticket.request_class)].add(waited_s)
                     self._waited(ticket.call.group, waited_s)
                 if piece.is_last:
                     self._histograms[latency_name(ticket.request_class)].add(waited_s + seconds)
@@ -135,7 +135,7 @@ class Meter:
             return self._inline, {name: one.copy() for name, one in self._histograms.items()}
 
 
-def wait_name(request_class: RequestClass) -> str:
+def _wait_name(request_class: RequestClass) -> str:
     """Returns the name of the histogram that shows how many seconds requests of a class wait for their first
     product."""
     return f"wait_{request_class.name.lower()}"
@@ -216,7 +216,7 @@ class ProviderCollector(Collector):
             "veilbase_usage_save_failures", "Times that usage could not be written.", self._usage.failed_saves
         )
         yield from self._executor()
-        totals = bounded(self._usage.totals(), self._named)
+        totals = _bounded(self._usage.totals(), self._named)
         self._named |= totals.keys() - {OTHER}
         yield from _tenants(totals)
 
@@ -229,7 +229,7 @@ class ProviderCollector(Collector):
         waits = HistogramMetricFamily("veilbase_wait_seconds", "From arrival to the first product.", labels=["kind"])
         whole = HistogramMetricFamily("veilbase_latency_seconds", "From arrival to the reply.", labels=["kind"])
         for request_class in RequestClass:
-            for family, name in ((waits, wait_name(request_class)), (whole, latency_name(request_class))):
+            for family, name in ((waits, _wait_name(request_class)), (whole, latency_name(request_class))):
                 one = histograms[name]
                 family.add_metric([request_class.name.lower()], buckets=one.buckets(), sum_value=one.sum)
         yield from (waits, whole)
@@ -243,7 +243,7 @@ class ProviderCollector(Collector):
         yield from (requests, seconds)
 
 
-def bounded(totals: dict[str, Usage], named: Collection[str] = ()) -> dict[str, Usage]:
+def _bounded(totals: dict[str, Usage], named: Collection[str] = ()) -> dict[str, Usage]:
     """Returns the usage of the `MAX_TENANTS` tenants with the most rows, and the sum of all others as `OTHER`.
 
     Args:

@@ -98,7 +98,7 @@ def lead(
     Raises:
         ConfigurationError: another rank has different weights, or has ended.
     """
-    sharding = take_share(settings.parallel, ranks, served)
+    sharding = _take_share(settings.parallel, ranks, served)
     described = without_weights(served)
     return ParallelModel(described, Dispatcher(described, ranks, sharding, settings.parallel_timeout_s), recorder)
 
@@ -119,7 +119,7 @@ def help_out(settings: ProviderSettings) -> None:
     ranks = meet(settings.parallel_timeout_s)
     served = serve_model(load(resolve(settings.model)), settings.weights, settings.base_layers)
     served.bundle.close()  # Only rank 0 sends the bundle to tenants.
-    sharding = take_share(settings.parallel, ranks, served)
+    sharding = _take_share(settings.parallel, ranks, served)
     del served
     return_freed_memory()
     _LOGGER.info("rank %d of %d holds its share", ranks.rank, ranks.size)
@@ -131,7 +131,7 @@ def help_out(settings: ProviderSettings) -> None:
         raise Unavailable(f"rank {ranks.rank} ends: another rank is gone, or too late") from None
 
 
-def take_share(parallel: str, ranks: Ranks, served: PreparedModel) -> Sharding:
+def _take_share(parallel: str, ranks: Ranks, served: PreparedModel) -> Sharding:
     """Checks that all ranks have the same weights, and returns this rank's share of the weights; the caller should drop
     `served` afterwards.
 

@@ -167,7 +167,7 @@ def train(
     return finetune(stoppable, data, config, output, options, on_step=on_step, while_waiting=check)
 
 
-def publish(output: Path, adapter: Path) -> None:
+def _publish(output: Path, adapter: Path) -> None:
     """Moves a complete adapter into the folder of adapters.
 
     Raises:
@@ -179,7 +179,7 @@ def publish(output: Path, adapter: Path) -> None:
         raise ConfigurationError(f"the adapter cannot be moved to the folder of adapters: {exc.strerror}") from exc
 
 
-def checkpoints_of(output: Path) -> list[tuple[int, list[float]]]:
+def _checkpoints_of(output: Path) -> list[tuple[int, list[float]]]:
     """Returns for each complete checkpoint of a run, in order: its step, and the losses of all steps up to it."""
     found = []
     for mark in checkpoints_folder(output).glob("checkpoint-*/complete"):
@@ -301,7 +301,7 @@ def _event(
     }  # fmt: skip
 
 
-def checkpoint_list(job: Mapping[str, Any], found: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
+def _checkpoint_list(job: Mapping[str, Any], found: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
     """Returns the list of a job's checkpoints, the newest first.
 
     Args:
@@ -442,8 +442,8 @@ class Jobs:
     def checkpoints(self, job_id: str) -> dict[str, Any]:
         """Returns the checkpoints from which a job can go on, the newest first. Raises: see `described`."""
         job = self._job(job_id)
-        found = checkpoints_of(self._output(job))
-        return checkpoint_list(job, [(step, self._shown(losses[-1]) if losses else None) for step, losses in found])
+        found = _checkpoints_of(self._output(job))
+        return _checkpoint_list(job, [(step, self._shown(losses[-1]) if losses else None) for step, losses in found])
 
     def counts(self) -> dict[str, float]:
         """Returns the numbers of jobs that run and that wait, and of steps that were trained since the start."""
@@ -511,7 +511,7 @@ class Jobs:
         return known or self._saved_losses(job)
 
     def _saved_losses(self, job: dict[str, Any]) -> list[float]:
-        found = checkpoints_of(self._output(job))
+        found = _checkpoints_of(self._output(job))
         return found[-1][1] if found else []
 
     def _note(self, job: dict[str, Any], status: str, text: str) -> None:
@@ -586,7 +586,7 @@ class Jobs:
                     raise _NameTaken(
                         f"an adapter {job['adapter']} is there already: rename it, and let the job go on (resume)"
                     )
-                publish(self._output(job), self._adapters / job["adapter"])
+                _publish(self._output(job), self._adapters / job["adapter"])
                 self._note_or_log(job, "succeeded", f"The adapter {job['adapter']} is served.")
         except JobStopped:
             return  # cancelled, which was written down, or goes on with the next process

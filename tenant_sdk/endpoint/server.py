@@ -120,7 +120,7 @@ class EventLoop(asyncio.SelectorEventLoop):
         return await super().create_server(*args, **options)
 
 
-def protocol_class(listening: ListeningSocket) -> type[asyncio.Protocol]:
+def _protocol_class(listening: ListeningSocket) -> type[asyncio.Protocol]:
     """Returns a subclass of uvicorn's HTTP/1.1 protocol that applies a socket's limits to its connections."""
     limits = listening.limits
 
@@ -391,7 +391,7 @@ class Endpoint:
     def _config(self, app: App) -> uvicorn.Config:
         settings = self.settings
         return uvicorn.Config(
-            app, http=protocol_class(self._socket), ws="none", lifespan="off",
+            app, http=_protocol_class(self._socket), ws="none", lifespan="off",
             loop=f"{EventLoop.__module__}:{EventLoop.__name__}",
             log_config=None, log_level="critical", access_log=False, proxy_headers=False, server_header=False,
             workers=1, timeout_keep_alive=round(settings.limits.idle_s),

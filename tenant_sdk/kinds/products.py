@@ -163,7 +163,7 @@ def public_group_products(group: RemoteGroup, rows: torch.Tensor) -> list[torch.
     return [_bounded(part if bias is None else part - bias) for part, bias in zip(parts, biases, strict=True)]
 
 
-def public_product(layer: Any, rows: torch.Tensor) -> torch.Tensor:
+def _public_product(layer: Any, rows: torch.Tensor) -> torch.Tensor:
     """Returns rows·W for one layer, without the bias; the rows are public.
 
     Args:
@@ -223,9 +223,9 @@ def leading_factors(layer: Any, rank: int, iterations: int) -> tuple[torch.Tenso
     width = min(rank + OVERSAMPLING, layer_shape(layer)[0], layer_shape(layer)[1])
     rows = torch.randn(width, layer_shape(layer)[0], generator=public_numbers(layer))
     for _ in range(iterations):
-        outer = _orthonormal(public_product(layer, rows))
+        outer = _orthonormal(_public_product(layer, rows))
         rows = _orthonormal(public_transposed_product(layer, outer))
-    seen = public_product(layer, rows)  # (width, out_features): rows·Wᵀ
+    seen = _public_product(layer, rows)  # (width, out_features): rows·Wᵀ
     turn, values, outer = torch.linalg.svd(seen, full_matrices=False)
     return outer[:rank].T.contiguous(), values[:rank], turn.T[:rank] @ rows
 
@@ -241,7 +241,7 @@ def leading_columns(layer: Any, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         (Q's columns, R's rows) of float32, shapes (out_features, rank) and (rank, in_features).
     """
-    columns = public_product(layer, torch.eye(rank, layer_shape(layer)[0]))  # (rank, out_features)
+    columns = _public_product(layer, torch.eye(rank, layer_shape(layer)[0]))  # (rank, out_features)
     outer = torch.linalg.qr(columns.T).Q.contiguous()
     return outer, public_transposed_product(layer, outer.T)
 

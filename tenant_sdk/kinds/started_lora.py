@@ -29,7 +29,7 @@ from wire.errors import ConfigurationError
 _ITERATIONS = re.compile(r"pissa_niter_(\d{1,3})")
 
 
-def starts_from_the_weight(config: Any) -> bool:
+def _starts_from_the_weight(config: Any) -> bool:
     """Returns whether a LoRA config asks for a start that this module makes."""
     how = getattr(config, "init_lora_weights", None)
     return isinstance(how, str) and (how.lower() == "olora" or _ITERATIONS.fullmatch(how) is not None)
@@ -122,7 +122,7 @@ class StartedLoraModel(LoraModel):  # type: ignore[misc]
 
     @staticmethod
     def _create_new_module(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
-        if not (is_remote(target) and starts_from_the_weight(lora_config)):
+        if not (is_remote(target) and _starts_from_the_weight(lora_config)):
             return LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs)
         if not isinstance(target, torch.nn.Linear) and lora_config.init_lora_weights.lower() == "olora":
             raise ConfigurationError("PEFT's OLoRA does not take Conv1D layers: use init_lora_weights='pissa_niter_8'")

@@ -102,7 +102,7 @@ class RaggedModel:
         Raises:
             ConfigurationError: the model cannot be used in this way.
         """
-        check_servable(model)
+        _check_servable(model)
         AttentionInterface.register(NAME, _ragged_attention)
         AttentionMaskInterface.register(NAME, _ragged_mask)
         model.set_attn_implementation(NAME)
@@ -151,7 +151,7 @@ class RaggedModel:
         return output.logits[0].float(), torch.isfinite(hidden[0]).all(dim=-1)
 
 
-def check_servable(model: Any) -> None:
+def _check_servable(model: Any) -> None:
     """Checks by a model's config that rows of several requests can share a pass.
 
     Raises:

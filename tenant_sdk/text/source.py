@@ -35,7 +35,7 @@ from wire.errors import ConfigurationError, VeilbaseError
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "VeilbaseProbeEnd"}]
 
 
-def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
+def _stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids of the stop tokens in ascending order; an empty tuple if the tokenizer and its template name no
     stop token.
 
@@ -262,7 +262,7 @@ def has_tokenizer(folder: Path) -> bool:
 def _text(tokenizer: Any, origin: Origin, settings: Any) -> TenantText:
     from_settings = None if settings is None else settings.eos_token_id
     if from_settings is None:
-        return TenantText(tokenizer, origin, stop_ids_of(tokenizer), settings)
+        return TenantText(tokenizer, origin, _stop_ids_of(tokenizer), settings)
     stops = from_settings if isinstance(from_settings, list) else [from_settings]
     return TenantText(tokenizer, origin, tuple(sorted(set(stops))), settings)
 

@@ -410,12 +410,12 @@ class _HandingOut(TorchDispatchMode):
         return None
 
 
-def keeping_results(store: ReplyStore, results: Results) -> TorchFunctionMode:
+def _keeping_results(store: ReplyStore, results: Results) -> TorchFunctionMode:
     """Returns a context in which results of costly operations are kept in `store`, and appended to `results`."""
     return _InCostlyCalls(_Keeping(store, results))
 
 
-def handing_out_results(results: Results) -> TorchFunctionMode:
+def _handing_out_results(results: Results) -> TorchFunctionMode:
     """Returns a context in which costly operations return the results at the beginning of `results`, and remove them
     there, in place of computing."""
     return _InCostlyCalls(_HandingOut(results))
@@ -456,14 +456,14 @@ class KeptReplies:
         kept: deque[KeptReply] = deque()
         results: Results = deque()
 
-        first = _within(self._states.products_from(_Keeps(self._store, kept)), keeping_results(self._store, results))
+        first = _within(self._states.products_from(_Keeps(self._store, kept)), _keeping_results(self._store, results))
         return first, self._handing_out(kept, results, self._states.padding.attended)
 
     @contextlib.contextmanager
     def _handing_out(self, kept: deque[KeptReply], results: Results, attended: Attended | None) -> Iterator[None]:
         source, padding = self._states.products_from(_HandsOut(kept)), self._states.padding
         try:
-            with source, padding.within(attended), handing_out_results(results):
+            with source, padding.within(attended), _handing_out_results(results):
                 yield
         finally:  # torch ends the second run as soon as it has what it needs
             kept.clear()

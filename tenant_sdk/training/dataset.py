@@ -61,7 +61,7 @@ def one_line(path: str) -> str:
     return path if path.isprintable() else ascii(path)
 
 
-def is_saved_dataset(path: str) -> bool:
+def _is_saved_dataset(path: str) -> bool:
     """Returns whether a path is an existing folder, which is then taken for a saved data set."""
     try:
         return Path(path).is_dir()
@@ -69,7 +69,7 @@ def is_saved_dataset(path: str) -> bool:
         return False
 
 
-def reader_of(path: str, keys: Collection[str]) -> Iterator[Numbered] | None:
+def _reader_of(path: str, keys: Collection[str]) -> Iterator[Numbered] | None:
     """Returns a reader of the rows of a file or folder; None for a file that is to be read as JSON.
 
     Args:
@@ -80,7 +80,7 @@ def reader_of(path: str, keys: Collection[str]) -> Iterator[Numbered] | None:
         DatasetError: such files are not read; the text says what to do.
     """
     suffix = os.path.splitext(path)[1].lower()
-    if is_saved_dataset(path):
+    if _is_saved_dataset(path):
         return _read_saved_dataset(path, keys)
     if suffix in NOT_READ:
         raise DatasetError(f"{one_line(path)}: {NOT_READ[suffix]}")
@@ -89,7 +89,7 @@ def reader_of(path: str, keys: Collection[str]) -> Iterator[Numbered] | None:
     return _read_parquet(path) if suffix == ".parquet" else None
 
 
-def rows_of_table(data: object, keys: Collection[str]) -> Iterable[object] | None:
+def _rows_of_table(data: object, keys: Collection[str]) -> Iterable[object] | None:
     """Returns the rows of a table in memory, as dicts; None if `data` is not one of the known kinds.
 
     Args:
@@ -429,7 +429,7 @@ def load_rows(data: object) -> list[Row]:
     if isinstance(data, str | os.PathLike):
         source = str(os.fspath(data))
         rows = [_parse_row(source, line, value, unit) for unit, line, value in _read(source)]
-    elif (table := rows_of_table(data, _USED_KEYS)) is not None:
+    elif (table := _rows_of_table(data, _USED_KEYS)) is not None:
         rows = [_parse_row(None, line, value) for line, value in enumerate(table, start=1)]
     elif isinstance(data, Iterable) and not isinstance(data, Mapping | bytes | bytearray):
         rows = [_parse_row(None, line, value) for line, value in enumerate(data, start=1)]
@@ -477,7 +477,7 @@ def num_held_back(part: float, num_rows: int) -> int:
 
 def _read(path: str) -> Iterator[Numbered]:
     """Yields (`line` or `row`, its number from 1, value) of each row of a file or a saved data set."""
-    reader = reader_of(path, _USED_KEYS)
+    reader = _reader_of(path, _USED_KEYS)
     return _read_json(path) if reader is None else reader
 
 

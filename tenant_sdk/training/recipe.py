@@ -285,7 +285,7 @@ def check_recipe_early(recipe: Any, is_run: bool = True) -> None:
     if recipe.rank is not None and recipe.rank < 1:
         raise ConfigurationError(f"rank must be positive, got {recipe.rank}")
     if recipe.peft_config is not None:
-        check_peft_keys(recipe.peft_config)
+        _check_peft_keys(recipe.peft_config)
         check_values(recipe.peft_config)
     if options.cache_frozen_prefix:
         _check_prefix(recipe)
@@ -302,7 +302,7 @@ def check_recipe_early(recipe: Any, is_run: bool = True) -> None:
 def _sizes(recipe: Any) -> dict[str, Any]:
     """Returns the numbers among the settings of a recipe's adapter, which PEFT keeps as they are, and for LoRA those
     that the recipe leaves at their defaults."""
-    settings = adapter_settings(recipe)
+    settings = _adapter_settings(recipe)
     if "target_modules" in settings and settings.get("peft_type", "LORA") == "LORA":
         rank = {} if recipe.rank is None else {"r": recipe.rank, "lora_alpha": 2 * recipe.rank}
         settings = {"r": DEFAULT_RANK, "lora_alpha": 2 * DEFAULT_RANK, **rank, **settings}
@@ -328,13 +328,13 @@ def check_same_run(recipe: Any, identity: RunIdentity) -> None:
 
 def _check_prefix(recipe: Any) -> None:
     """Refuses an adapter with which `cache_frozen_prefix` is not possible, or has no effect, on any model."""
-    settings = adapter_settings(recipe)
+    settings = _adapter_settings(recipe)
     if "num_virtual_tokens" in peft_fields(str(settings.get("peft_type", "LORA")))[1]:
         raise ConfigurationError(NO_PROMPT_LEARNING)
     check_prefix(settings)
 
 
-def adapter_settings(recipe: Any) -> dict[str, Any]:
+def _adapter_settings(recipe: Any) -> dict[str, Any]:
     """Returns the settings of a recipe's adapter that are known without PEFT: its `peft_config`, and for LoRA the
     default of `target_modules`."""
     settings = dict(recipe.peft_config or {})
@@ -357,7 +357,7 @@ def check_offer(recipe: Any, manifest: Manifest, beginning: Callable[[str], byte
     if recipe.plan is not None and is_alone:
         Bill.load(recipe.plan).check_known(RunIdentity(), manifest=manifest.digest)
     with warnings.catch_warnings(action="ignore"):  # the run says it again
-        check_adapter(adapter_settings(recipe), bool(recipe.cache_frozen_prefix), manifest, beginning)
+        check_adapter(_adapter_settings(recipe), bool(recipe.cache_frozen_prefix), manifest, beginning)
 
 
 def _check_written(recipe: Any, options: FinetuneOptions) -> None:
@@ -391,7 +391,7 @@ def _check_data(data: Path, options: FinetuneOptions) -> dict[str, str]:
     return data_part([*map(source_of, rows)], [*map(source_of, eval_rows or [])]) if is_known else {}
 
 
-def check_peft_keys(settings: Mapping[str, Any]) -> None:
+def _check_peft_keys(settings: Mapping[str, Any]) -> None:
     """Refuses a key of `peft_config` that PEFT's settings of this kind do not have. PEFT is not imported, which takes
     seconds, but its source files are read; where they cannot be, or have another form, nothing is said.
 

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 _Tokens = TypeVar("_Tokens")
 
 
-def tokenizer_limit(truncation: str, max_length: int) -> int:
+def _tokenizer_limit(truncation: str, max_length: int) -> int:
     """Returns the number of tokens above which a row is refused while it is turned into tokens."""
     return max_length if truncation == REFUSE else sys.maxsize
 
@@ -555,16 +555,16 @@ def training_rows(
         DatasetError: a row is too long or cannot be used. With a bucket and an unverified provider's tokenizer, a row
             that is too long is cut instead, and a row that cannot be used gets no labels.
         ConfigurationError: the bucket is longer than `max_length`.
-        TemplateDoesNotFit: see `may_be_unusable`; only with a bucket.
+        TemplateDoesNotFit: see `_may_be_unusable`; only with a bucket.
     """
-    limit = tokenizer_limit(truncation, max_length if bucket is None else bucket)
+    limit = _tokenizer_limit(truncation, max_length if bucket is None else bucket)
     if bucket is None:
         rows = tokenize(parsed, text.tokenizer, limit, num_virtual_tokens=num_virtual)
         rows = fitted(rows, max_length, truncation, num_tokens_of, _first_tokens)
         _warn_of_idle_rows(rows, max_length)
         return rows
     check_fits(bucket, max_length, "")
-    may_be_spoilt = may_be_unusable(text)
+    may_be_spoilt = _may_be_unusable(text)
     rows = tokenize(parsed, text.tokenizer, limit, num_virtual_tokens=num_virtual, never_refuse=may_be_spoilt)
     if truncation == TRUNCATE:
         rows = fitted(rows, bucket, truncation, num_tokens_of, _first_tokens)
@@ -586,7 +586,7 @@ def _warn_of_idle_rows(rows: list[TokenRow], max_length: int) -> None:
         warn_and_go_on(f"{said}: they are sent all the same, and teach nothing", CutWarning)
 
 
-def may_be_unusable(text: TenantText) -> bool:
+def _may_be_unusable(text: TenantText) -> bool:
     """Returns whether padded rows must be accepted even if the tokenizer fails on them: it is an unverified provider's.
 
     Raises:
@@ -636,8 +636,8 @@ def preference_rows(
     never_refuse = False
     if bucket is not None:
         check_fits(bucket, max_length, "")
-        max_length, never_refuse = bucket, may_be_unusable(text)
-    limit = tokenizer_limit(truncation, max_length)
+        max_length, never_refuse = bucket, _may_be_unusable(text)
+    limit = _tokenizer_limit(truncation, max_length)
     sides = [
         tokenize(
             [replace(row, form=getattr(row.form, side)) for row in parsed if isinstance(row.form, Preference)],
@@ -648,10 +648,10 @@ def preference_rows(
     rows = [_pair(chosen, rejected) for chosen, rejected in zip(*sides, strict=True)]
     if never_refuse and truncation == REFUSE:
         return [_last_tokens(row, max_length) for row in rows]
-    return fitted(rows, max_length, truncation, longest_side, _first_prompt_tokens)
+    return fitted(rows, max_length, truncation, _longest_side, _first_prompt_tokens)
 
 
-def longest_side(row: PreferenceRow) -> int:
+def _longest_side(row: PreferenceRow) -> int:
     """Returns the number of tokens of a row's prompt with the longer answer."""
     return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
@@ -713,7 +713,7 @@ class RunData:
 
     def longest_batch(self, batch_size: int, num_virtual: int) -> int:
         """Returns the tokens of the largest training batch, virtual tokens included; a preference is two sequences."""
-        length = max(map(longest_side if self.are_preferences else num_tokens_of, self.rows))
+        length = max(map(_longest_side if self.are_preferences else num_tokens_of, self.rows))
         return batch_size * (2 if self.are_preferences else 1) * (length + num_virtual)
 
 

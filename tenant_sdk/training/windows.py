@@ -189,7 +189,7 @@ def _rope_types(parameters: Any) -> Iterator[str]:
             yield from _rope_types(value) if isinstance(value, dict) else ()
 
 
-def allow_recomputation(model: Any) -> None:
+def _allow_recomputation(model: Any) -> None:
     """Lets transformer blocks use their cache while activations are checkpointed.
 
     transformers forbids this, because its own caches must not be updated twice. A `WindowCache` may be updated twice.
@@ -206,7 +206,7 @@ def allow_recomputation(model: Any) -> None:
             module.gradient_checkpointing = False
 
 
-def share_masks(model: Any) -> None:
+def _share_masks(model: Any) -> None:
     """Saves memory in a model that uses torch's attention: layers share one attention mask, and heads are not copied.
 
     Otherwise, for every window but the first, transformers would copy the keys and values of all earlier tokens for
@@ -484,8 +484,8 @@ class Windows:
         self._run = self._causal if kind_of(model) else model
         self._padding = run_states(self._causal).padding
         self._sliding_windows = sliding_windows(self._causal)
-        share_masks(self._causal)
-        allow_recomputation(self._causal)
+        _share_masks(self._causal)
+        _allow_recomputation(self._causal)
         self._body: Any = None
         self._body_output: type[ModelOutput] = ModelOutput
         self._hidden: torch.Tensor | None = None

@@ -210,7 +210,7 @@ class OtherFile:
         return tuple(self.named.values())
 
 
-def parse_weights(
+def _parse_weights(
     name: str, header: bytes, file_bytes: int, settings: LoraSettings | ModuleSettings, base: Base
 ) -> LoraFile | ModuleFile:
     """Reads a header, and checks each of its tensors against the file's size, the settings and the model.
@@ -231,7 +231,7 @@ def parse_weights(
     return LoraFile(layers)
 
 
-def parse_any_weights(name: str, header: bytes, file_bytes: int, why: NotServed) -> OtherFile:
+def _parse_any_weights(name: str, header: bytes, file_bytes: int, why: NotServed) -> OtherFile:
     """Reads the header of an adapter that the store does not serve, and checks its tensors against the file's size.
 
     Raises:
@@ -512,9 +512,9 @@ class OpenAdapter:
             found, num_bytes = self._read_start(base, max_file_bytes), self.stamp[1][2]
             try:
                 settings = served_settings(self.name, found, base)
-                self._contents = parse_weights(self.name, self._header, num_bytes, settings, base)
+                self._contents = _parse_weights(self.name, self._header, num_bytes, settings, base)
             except NotServed as exc:
-                self._contents = parse_any_weights(self.name, self._header, num_bytes, exc.with_traceback(None))
+                self._contents = _parse_any_weights(self.name, self._header, num_bytes, exc.with_traceback(None))
             self._header = b""
         return self._contents
 

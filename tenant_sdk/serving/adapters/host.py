@@ -223,7 +223,7 @@ _Factors = dict[str, tuple[PackedLayer, torch.Tensor, torch.Tensor]]
 """The type of a table of a packed layer, A, shape (rank, inputs), and Bᵀ, shape (rank, outputs), by module."""
 
 
-def gains_of(
+def _gains_of(
     name: str, packed: PackedAdapter, magnitudes: Mapping[str, torch.Tensor], layers: Mapping[str, Layer]
 ) -> dict[str, torch.Tensor]:
     """Returns the gains of each layer of a DoRA adapter.
@@ -411,7 +411,7 @@ class HostLoader:
         packed, magnitudes = pack(opened, contents, self._limits.dtype, self._limits.pins_memory)
         if not magnitudes:
             return packed
-        return replace(packed, gains=gains_of(opened.name, packed, magnitudes, self._layers))
+        return replace(packed, gains=_gains_of(opened.name, packed, magnitudes, self._layers))
 
 
 def megabytes(num_bytes: int) -> str:

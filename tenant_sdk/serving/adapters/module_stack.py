@@ -46,29 +46,29 @@ _STUB = "base_layer"
 
 def shapes(module: nn.Module) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
     """Returns the names, shapes and dtypes of a module's tensors."""
-    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in named_tensors(module))
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in _named_tensors(module))
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the parameters and buffers of a module, each with its name."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
-def without_numbers(module: nn.Module) -> nn.Module:
+def _without_numbers(module: nn.Module) -> nn.Module:
     """Returns a copy of a module whose tensors are on the meta device, and so take no memory."""
     made = {}
-    for _, tensor in named_tensors(module):
+    for _, tensor in _named_tensors(module):
         empty = torch.empty_like(tensor, device="meta")
         made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
     return copy.deepcopy(module, made)
 
 
-def with_random_numbers(module: nn.Module, seed: int) -> nn.Module:
+def _with_random_numbers(module: nn.Module, seed: int) -> nn.Module:
     """Returns a copy of a module in which random numbers replace those that training changes. The other tensors are
     those of the module."""
     generator, made = torch.Generator().manual_seed(seed), dict[int, torch.Tensor]()
-    for _, tensor in named_tensors(module):
+    for _, tensor in _named_tensors(module):
         made[id(tensor)] = tensor
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
             numbers = _TRIAL_SCALE * torch.randn(tensor.shape, generator=generator)
@@ -76,7 +76,7 @@ def with_random_numbers(module: nn.Module, seed: int) -> nn.Module:
     return copy.deepcopy(module, made)
 
 
-def are_alike(module: nn.Module, other: nn.Module) -> bool:
+def _are_alike(module: nn.Module, other: nn.Module) -> bool:
     """Returns whether two modules run the same code with the same settings, so that they differ in their registered
     tensors only. What belongs to the stubs is not compared."""
     own, others = _own_modules(module), _own_modules(other)
@@ -168,7 +168,7 @@ class Batching:
             make: makes the trial, if there was none; returns None if it decided nothing, which is not remembered.
         """
         known = self._known.get(key)
-        if known is not None and are_alike(template, known[1]):
+        if known is not None and _are_alike(template, known[1]):
             self._known.move_to_end(key)
             return known[0]
         found = make()
@@ -238,10 +238,10 @@ class ModuleBatch:
         try:
             share(module, others)
             if self._template is None and others:
-                self._template = without_numbers(others[0])
+                self._template = _without_numbers(others[0])
             if self._template is not None and self._way is None:
                 self._way = self._batching.way((self._key, self._format), self._template, lambda: self._try(module))
-            if self._template is None or are_alike(module, self._template):
+            if self._template is None or _are_alike(module, self._template):
                 self._shared[place] = tuple(id(tensor) for _, tensor in module.named_buffers())
         except Exception:  # noqa: BLE001 - PEFT's code is of many kinds; what cannot be judged is computed alone
             self._shared.pop(place, None)
@@ -329,7 +329,7 @@ class ModuleBatch:
         if found is not None and found.modules == modules:  # Two modules are equal if they are one object.
             return found
         self._stacked = None  # The memory is freed before more is allocated.
-        every = [dict(named_tensors(module)) for module in modules]
+        every = [dict(_named_tensors(module)) for module in modules]
         made = _Stacked(modules, {}, {}, [])
         for name, first in every[0].items():
             own = [each[name] for each in every]
@@ -345,7 +345,7 @@ class ModuleBatch:
     def _try(self, like: nn.Module) -> _Way | None:
         """Returns a way in which two modules like `like`, with random numbers, give what each gives alone, up to
         rounding. Returns None if these numbers decide nothing."""
-        modules = with_random_numbers(like, 1), with_random_numbers(like, 2)
+        modules = _with_random_numbers(like, 1), _with_random_numbers(like, 2)
         rows, given = (
             torch.linspace(-1, 1, 4 * cols, dtype=self._format.dtype, device=self._format.device).view(2, 2, cols)
             for cols in (self._format.inputs, self._format.outputs)

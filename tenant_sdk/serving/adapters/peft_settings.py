@@ -124,7 +124,7 @@ _ROUND: dict[str, Check] = {"fan_in_fan_out": _flag}
 _PROJECTION: dict[str, Check] = {"r": _size, "projection_prng_key": _seed, "save_projection": _flag, **_ROUND}
 _SPECTRUM: dict[str, Check] = {"n_frequency": _size, "scaling": _number, "random_loc_seed": _seed, **_ROUND}
 KINDS: dict[str, Kind] = {
-    "LORA": Kind(  # Plain LoRA is stacked (lora.py); see `kept_as_modules`.
+    "LORA": Kind(  # Plain LoRA is stacked (lora.py); see `_kept_as_modules`.
         "LoRA with biases", {"r": _size, "lora_alpha": _number, "use_rslora": _flag, "lora_bias": _flag, **_ROUND},
         _RANKS, ("lora_dropout", "eva_config"),
     ),
@@ -254,12 +254,12 @@ class ModuleSettings:
         return module.endswith(self.feedforward) if self.feedforward else False
 
 
-def kept_as_modules(config: Mapping[str, Any]) -> bool:
+def _kept_as_modules(config: Mapping[str, Any]) -> bool:
     """Returns whether an adapter of a kind in `KINDS` is kept as PEFT's modules, and not as stacked LoRA factors."""
     return config["peft_type"] != "LORA" or bool(config.get("lora_bias"))
 
 
-def module_settings(name: str, config: Mapping[str, Any], targets: frozenset[str]) -> ModuleSettings:
+def _module_settings(name: str, config: Mapping[str, Any], targets: frozenset[str]) -> ModuleSettings:
     """Checks the settings of an adapter whose `peft_type` is in `KINDS`.
 
     Args:
@@ -400,8 +400,8 @@ def served_settings(name: str, config: dict[str, Any], base: Base) -> LoraSettin
         ConfigurationError: a setting is out of its bounds, or cannot be used.
     """
     _check_kind(name, config)
-    if kept_as_modules(config):
-        settings: LoraSettings | ModuleSettings = module_settings(name, config, targeted(name, config, base))
+    if _kept_as_modules(config):
+        settings: LoraSettings | ModuleSettings = _module_settings(name, config, targeted(name, config, base))
     else:
         settings = _lora_settings(name, config, base)
     others = settings.targets - base.shapes.keys()

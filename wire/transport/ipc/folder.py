@@ -44,7 +44,7 @@ def check_folder(folder: Path, peer_uid: int | None = None) -> int:
             cannot be printed; or everybody can make files in a parent, and the tenant has not named the user to whom
             the next folder on the path belongs.
     """
-    check_name(str(folder))
+    _check_name(str(folder))
     _check_length(folder)
     real = os.path.realpath(folder)
     if real != str(folder):
@@ -127,14 +127,14 @@ def folder_of(url: str) -> Path:
     text = url.removeprefix(SCHEME)
     if not text or "\0" in text or url == text:
         raise ConfigurationError("expected ipc:DIR, with the folder that `provider serve --ipc DIR` has")
-    check_name(text)
+    _check_name(text)
     try:
         return Path(os.path.abspath(Path(text).expanduser()))
     except RuntimeError as exc:  # There is no such user, and so no home.
         raise ConfigurationError(f"expected ipc:DIR with a folder, got {text!r}") from exc
 
 
-def check_name(text: str) -> None:
+def _check_name(text: str) -> None:
     """Raises ConfigurationError if a folder's name holds characters that cannot be printed, since errors and the log
     name the folder in one line."""
     if not text.isprintable():
