@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from runtime.loading import quiet_transformers
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.reader import CONFIG, WEIGHTS
 from tenant_sdk.serving.adapters.targets import linear_layers, shape_of
 
 RANK = 16

@@ -19,7 +19,7 @@ import typer
 from runtime.command_line import Command, Commands, finite, show_version, to_stderr, told_if_slow
 from runtime.stopping import STOPPED, at_once, say_when_stopped, told_when_stopped
 from tenant_sdk import tune
-from tenant_sdk.adapter_files import check_adapter_files
+from tenant_sdk.adapter_checks import check_adapter_files
 from tenant_sdk.endpoint.settings import OPTION_KINDS, options_given
 from tenant_sdk.options import flag_of, takes_flags
 from tenant_sdk.plain_values import WrongOption, positive

@@ -1,7 +1,7 @@
 """This module makes the PEFT model of an adapter: a model whose base layers are at the provider, with the adapter on
 it.
 
-The adapter's files are read in tenant_sdk/serving/adapters/files.py, for this module as for the store of adapters, so
+The adapter's files are read in tenant_sdk/serving/adapters/reader.py, for this module as for the store of adapters, so
 that both refuse the same files for the same reasons. This module also takes the kinds and settings of PEFT that the
 store does not serve.
 
@@ -45,7 +45,9 @@ from tenant_sdk.kinds.refused import check_loadable
 from tenant_sdk.model.dora import for_remote_base
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.plain_values import adapter_folder, positive
-from tenant_sdk.serving.adapters.files import (
+from tenant_sdk.serving.adapters.peft_modules import Layer, ShapeChecks, config_of, no_compiler
+from tenant_sdk.serving.adapters.peft_settings import MAX_SIZE
+from tenant_sdk.serving.adapters.reader import (
     LoraFile,
     ModuleFile,
     OpenAdapter,
@@ -54,8 +56,6 @@ from tenant_sdk.serving.adapters.files import (
     StoredTensor,
     opened_by_user,
 )
-from tenant_sdk.serving.adapters.peft_modules import Layer, ShapeChecks, config_of, no_compiler
-from tenant_sdk.serving.adapters.peft_settings import MAX_SIZE
 from tenant_sdk.serving.adapters.targets import (
     ALL_LINEAR,
     Base,

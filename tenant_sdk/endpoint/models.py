@@ -3,7 +3,7 @@ catalogue.
 
 Guarantees: a name in a request leads to the base model, to a subfolder of the adapters' folder, to an entry of the
 operator's catalogue, or to nothing. A name is never used as a path or an address. `/v1/load_lora_adapter` takes only a
-direct subfolder of that folder, which is opened without following links (serving/adapters/files.py), or the name of an
+direct subfolder of that folder, which is opened without following links (serving/adapters/reader.py), or the name of an
 entry of the catalogue, whose files are checked against their digest.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.command_line import instead
-from tenant_sdk.adapter_files import NAME
+from tenant_sdk.adapter_checks import NAME
 from tenant_sdk.endpoint.errors import HttpError, bad_request
 from tenant_sdk.serving.adapters.store import AdapterStore, Tier
 

@@ -51,7 +51,7 @@ from tenant_sdk.endpoint.uploads import Uploads
 from tenant_sdk.explain import ONLY_IN_USE, folded, not_in_use
 from tenant_sdk.options import takes_options
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.files import AdapterFolder
+from tenant_sdk.serving.adapters.reader import AdapterFolder
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.session_protocol import TrainingSession
 from wire.errors import ConfigurationError, VeilbaseError

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from tenant_sdk.adapter_files import CONFIG, NAME
+from tenant_sdk.adapter_checks import CONFIG, NAME
 from tenant_sdk.options import from_keywords, told
 from tenant_sdk.plain_values import WrongOption, positive, true_or_false
 from tenant_sdk.serving.scheduler import Budget

@@ -370,10 +370,10 @@ MUTANTS = (
     ),
     # ---- adapters ---------------------------------------------------------------------------------------------------
     Mutant(
-        "tenant_sdk/serving/adapters/files.py",
+        "tenant_sdk/serving/adapters/reader.py",
         "            return _open_files(name, folder, os.O_NOFOLLOW)",
         "            return _open_files(name, folder, 0)",
-        ("tests/tenant_sdk/serving/adapters/test_files.py::test_links_are_not_followed",),
+        ("tests/tenant_sdk/serving/adapters/test_reader.py::test_links_are_not_followed",),
         "no link in the folder of adapters leads out of it",
     ),
     Mutant(

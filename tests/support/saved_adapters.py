@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from runtime.loading import loading
-from tenant_sdk.adapter_files import CONFIG, WEIGHTS
+from tenant_sdk.adapter_checks import CONFIG, WEIGHTS
 from tenant_sdk.serving.adapters import AdapterLoan, AdapterStore
 from tests.support.tiny_models import tiny_config
 

@@ -389,7 +389,7 @@ def test_another_adapter_with_the_same_times_counts_at_once(
 ) -> None:
     """The second adapter has the sizes and the times of the first. Files of just now, whose times cannot be relied on,
     are told by their bytes."""
-    monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", racy_ns)
+    monkeypatch.setattr("tenant_sdk.serving.adapters.reader.RACY_NS", racy_ns)
     other = shutil.copytree(folder, folder.with_name("other"))
     tensors(other, lambda saved: [each.neg_() for each in saved.values() if each.shape[1] == 8] and None)
     for each in (folder, other):

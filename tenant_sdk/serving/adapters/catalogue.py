@@ -33,7 +33,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from noise.disk.private_files import FILE_MODE, make_private_folder
-from tenant_sdk.adapter_files import CONFIG, MAX_CONFIG_BYTES, NAME, WEIGHTS
+from tenant_sdk.adapter_checks import CONFIG, MAX_CONFIG_BYTES, NAME, WEIGHTS
 from wire.errors import ConfigurationError
 
 MAX_CATALOGUE_BYTES = 8 << 20

@@ -34,9 +34,9 @@ from tenant_sdk.model.base_products import group_of, group_products
 from tenant_sdk.model.dora import column_norms_of_sum
 from tenant_sdk.model.remote_group import RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.serving.adapters.files import Known, LoraFile, LoraLayer, ModuleFile, OpenAdapter
 from tenant_sdk.serving.adapters.lora import AdapterIndices
 from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules, ShapeChecks, pack_modules
+from tenant_sdk.serving.adapters.reader import Known, LoraFile, LoraLayer, ModuleFile, OpenAdapter
 from tenant_sdk.serving.adapters.targets import Base
 from wire.errors import ConfigurationError, VeilbaseError
 

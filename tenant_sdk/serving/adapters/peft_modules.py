@@ -47,8 +47,8 @@ from transformers.pytorch_utils import Conv1D
 from runtime.loading import loading
 from tenant_sdk.kinds.register import register
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
-from tenant_sdk.serving.adapters.files import ModuleFile, OpenAdapter, Stamp
 from tenant_sdk.serving.adapters.lora import MODULES
+from tenant_sdk.serving.adapters.reader import ModuleFile, OpenAdapter, Stamp
 from wire.errors import ConfigurationError, InvalidTensor, VeilbaseError
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tenant_sdk.adapter_files import json_object
+from tenant_sdk.adapter_checks import json_object
 from tenant_sdk.base_names import check_base_name
 from tenant_sdk.serving.adapters.targets import Base, bounded_pattern, bounded_patterns, targeted
 from wire.errors import ConfigurationError

@@ -39,11 +39,11 @@ from tenant_sdk.options import from_keywords, takes_options
 from tenant_sdk.serving.adapters.adapted_layer import AdaptedLayer, CurrentStep, HeadRows
 from tenant_sdk.serving.adapters.catalogue import Catalogue, Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.device import DeviceTier
-from tenant_sdk.serving.adapters.files import AdapterFolder, Known, OpenAdapter
 from tenant_sdk.serving.adapters.host import HostLoader, HostTier, Limits, PackedAdapter, megabytes
 from tenant_sdk.serving.adapters.loan import AdapterLoan
 from tenant_sdk.serving.adapters.lora import MODULES, AdapterIndices
 from tenant_sdk.serving.adapters.peft_modules import Layer, PackedModules
+from tenant_sdk.serving.adapters.reader import AdapterFolder, Known, OpenAdapter
 from tenant_sdk.serving.adapters.targets import base_of, head_of, linear_layers
 from tenant_sdk.serving.settings import StoreKeywords, StoreOptions
 from tenant_sdk.trust.bundle import default_cache

@@ -16,7 +16,7 @@ import pytest
 from tenant_sdk import EndpointSettings, TenantClient
 from tenant_sdk.endpoint.errors import HttpError
 from tenant_sdk.endpoint.models import ModelNames
-from tenant_sdk.serving.adapters import files
+from tenant_sdk.serving.adapters import reader
 from tests.support.endpoints import chat, endpoint_of, raw
 from tests.support.saved_adapters import Openings, save_adapter, save_kind
 from wire.errors import ConfigurationError
@@ -52,7 +52,7 @@ ESCAPES = [
 def test_each_adapter_is_shown_with_its_tier(
     client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "RACY_NS", 0)  # files that have just been written are read again for each request
+    monkeypatch.setattr(reader, "RACY_NS", 0)  # files that have just been written are read again for each request
     for name in ("used", "unused"):
         save_adapter(client.load_model(), tmp_path / "adapters" / name, 1)
     with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
@@ -67,7 +67,7 @@ def test_each_adapter_is_shown_with_its_tier(
 def test_an_endpoint_opens_and_parses_an_adapter_once(
     client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "RACY_NS", -1)  # the files are new, and stay as they are
+    monkeypatch.setattr(reader, "RACY_NS", -1)  # the files are new, and stay as they are
     save_adapter(client.load_model(), tmp_path / "adapters" / "support", 1)
     with endpoint_of(client, tmp_path / "adapters") as endpoint, raw(endpoint) as http:
         openings = Openings(monkeypatch)
@@ -103,7 +103,7 @@ def test_an_endpoint_takes_what_the_store_takes(client: TenantClient, tmp_path: 
 
 def test_an_endpoint_serves_a_catalogue_alone(client: TenantClient, tmp_path: Path) -> None:
     made = save_adapter(client.load_model(), tmp_path / "made", 1)
-    both = b"".join((made / file).read_bytes() for file in (files.CONFIG, files.WEIGHTS))
+    both = b"".join((made / file).read_bytes() for file in (reader.CONFIG, reader.WEIGHTS))
     pinned = f"sha256:{hashlib.sha256(both).hexdigest()}"
     (tmp_path / "list.json").write_text(
         json.dumps({"adapters": {"far": {"source": f"file://{made}", "digest": pinned}}})
@@ -169,7 +169,7 @@ def test_load_and_unload(client: TenantClient, root: Path) -> None:
 def test_unloading_frees_the_memory_once_no_name_is_left(
     client: TenantClient, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "RACY_NS", 0)
+    monkeypatch.setattr(reader, "RACY_NS", 0)
     with endpoint_of(client, root) as endpoint, raw(endpoint) as http:
         store: Any = endpoint.service.names.store
         for name in ("support", "help"):
@@ -267,7 +267,7 @@ def test_a_request_looks_for_its_own_folder_only(
         assert load(http, "help", "support").status_code == 200
         listed: list[Any] = []
         with monkeypatch.context() as patch:
-            patch.setattr("tenant_sdk.serving.adapters.files.os.scandir", lambda *where: listed.append(where))
+            patch.setattr("tenant_sdk.serving.adapters.reader.os.scandir", lambda *where: listed.append(where))
             assert [status(http, model) for model in ("support", "help", "llama")] == [200, 200, 200]
             assert http.get("/v1/models/support").status_code == 200
             assert load(http, "desk", "support").status_code == 200
@@ -287,9 +287,9 @@ def test_an_unknown_name_costs_little_however_many_there_are(
         for number in range(9):
             (root / f"one-of-{number}").mkdir()
         looked_at: list[str] = []
-        is_of_a_run = files.AdapterFolder.is_of_a_run
+        is_of_a_run = reader.AdapterFolder.is_of_a_run
         monkeypatch.setattr(
-            files.AdapterFolder, "is_of_a_run", lambda own, name: looked_at.append(name) or is_of_a_run(own, name)
+            reader.AdapterFolder, "is_of_a_run", lambda own, name: looked_at.append(name) or is_of_a_run(own, name)
         )
         said = http.get("/v1/models/suport").json()["error"]["message"]
         assert said == "there is no model 'suport' here: see /v1/models"

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from tenant_sdk import Speculation, TenantClient
 from tenant_sdk.plain_values import WrongOption
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.reader import CONFIG, WEIGHTS
 from tenant_sdk.serving.engine import Engine
 from tenant_sdk.testing import ScriptedProvider, character_tokenizer
 from tests.support.engines import TIMEOUT_S, Gate

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import PromptsFailed, TenantClient
-from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.reader import CONFIG, WEIGHTS
 from tenant_sdk.testing import Fail, ScriptedProvider
 from tests.support.lattice import PLAIN
 from tests.support.saved_adapters import save_adapter

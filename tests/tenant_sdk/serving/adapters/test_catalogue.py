@@ -24,7 +24,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.catalogue import Entry, fetch, prepare_cache, read_catalogue
-from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.reader import CONFIG, WEIGHTS
 from tests.support.identities import make_authority
 from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from tests.support.waiting import WAIT_S

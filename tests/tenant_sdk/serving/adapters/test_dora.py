@@ -14,7 +14,7 @@ from safetensors.torch import load, load_file, save, save_file
 from attacks.programs.overflow import Fault, Overflower
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.files import WEIGHTS
+from tenant_sdk.serving.adapters.reader import WEIGHTS
 from tests.support.false_providers import Liar
 from tests.support.mask_site import MODEL_NOISE
 from tests.support.parity import dequantised

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tenant_sdk.serving.adapters import AdapterStore, peft_modules, peft_settings
-from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS
+from tenant_sdk.serving.adapters.reader import CONFIG, WEIGHTS
 from tests.support.saved_adapters import EXAMPLES, Bell, base_model, held, peft_logits, save_adapter, save_kind, stepped
 from wire.errors import ConfigurationError, InvalidTensor
 
@@ -272,7 +272,7 @@ def test_numbers_that_overflow_are_refused_and_this_is_remembered(
 ) -> None:  # fmt: skip
     shutil.copytree(made / "LoHa", tmp_path / "one")
     tensors(tmp_path / "one", lambda saved: [each.fill_(1e30) for each in saved.values()])
-    monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)  # the files are new, and stay as they are
+    monkeypatch.setattr("tenant_sdk.serving.adapters.reader.RACY_NS", -1)  # the files are new, and stay as they are
     bell = Bell()
     store, _ = opened(stock, tmp_path, bell)
     loan = store.reserve("one")
@@ -292,7 +292,7 @@ def test_a_module_that_fails_when_it_is_tried_is_remembered(
 
     shutil.copytree(made / "LoHa", tmp_path / "one")
     monkeypatch.setattr(peft_modules, "outputs", outputs)
-    monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)  # the files are new, and stay as they are
+    monkeypatch.setattr("tenant_sdk.serving.adapters.reader.RACY_NS", -1)  # the files are new, and stay as they are
     bell = Bell()
     store, _ = opened(stock, tmp_path, bell)
     loan = store.reserve("one")

@@ -19,7 +19,7 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters import device as device_module
 from tenant_sdk.serving.adapters import host as host_module
 from tenant_sdk.serving.adapters.device import DeviceTier
-from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS, OpenAdapter
+from tenant_sdk.serving.adapters.reader import CONFIG, WEIGHTS, OpenAdapter
 from tenant_sdk.serving.adapters.store import MOST_OPEN, MOST_PASSED, RANKS, Placement
 from tests.support.saved_adapters import (
     Bell,
@@ -102,7 +102,7 @@ class Reads:
 def no_racy_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the store rely on the stamps of new files, since a test does not change its files within a tick of the
     clock."""
-    monkeypatch.setattr("tenant_sdk.serving.adapters.files.RACY_NS", -1)
+    monkeypatch.setattr("tenant_sdk.serving.adapters.reader.RACY_NS", -1)
 
 
 def test_what_has_a_place_is_ready_at_once(model: Any, root: Path, no_racy_files: None) -> None:

@@ -1,5 +1,5 @@
 """This module names the two files of an adapter, and tells without loading torch whether a folder that the user names
-has them. tenant_sdk/serving/adapters/files.py reads them.
+has them. tenant_sdk/serving/adapters/reader.py reads them.
 
 Guarantees: of the weights only the first bytes are read here; an error quotes nothing of a file.
 """

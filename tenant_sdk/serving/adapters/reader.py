@@ -50,7 +50,7 @@ from typing import Any
 
 import torch
 
-from tenant_sdk.adapter_files import (
+from tenant_sdk.adapter_checks import (
     CONFIG,
     MAX_CONFIG_BYTES,
     NAME,

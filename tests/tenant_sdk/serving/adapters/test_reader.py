@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tenant_sdk.serving.adapters.files import CONFIG, WEIGHTS, AdapterFolder, LoraFile
 from tenant_sdk.serving.adapters.host import PackedAdapter, pack
+from tenant_sdk.serving.adapters.reader import CONFIG, WEIGHTS, AdapterFolder, LoraFile
 from tenant_sdk.serving.adapters.targets import Base, base_of
 from tests.support.saved_adapters import base_model, open_files, save_adapter
 from wire.errors import ConfigurationError, StorageError
