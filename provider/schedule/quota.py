@@ -97,10 +97,11 @@ class DailyBytes:
 
         Args:
             num_bytes: the bytes to take.
-            day: the number of the UTC day since 1970.
+            day: the number of the UTC day since 1970. The day before the newest one counts as the newest: around
+                midnight a call that began on it may come late, and must not make that day begin anew.
             taken_before: returns how many bytes were taken on this day before this object was made; asked once.
         """
-        if day != self._day:
+        if self._day is None or day not in (self._day, self._day - 1):
             self._taken = taken_before() if self._day is None else 0
             self._day = day
         if self._taken + num_bytes > self._most:

@@ -239,6 +239,13 @@ def test_a_day_has_a_quota_of_its_own() -> None:
     assert not DailyBytes(0).take(1, 7, int)
 
 
+def test_a_call_that_comes_late_around_midnight_begins_no_day_anew() -> None:
+    daily = DailyBytes(10)
+    assert [daily.take(10, day, int) for day in (7, 8, 7, 8, 7)] == [True, True, False, False, False]
+    assert daily.take(10, 9, int)
+    assert daily.take(10, 2, int)  # The clock was wrong, and is set back.
+
+
 # ---- what the provider refuses and gives -----------------------------------------------------------------------------
 
 
