@@ -40,9 +40,13 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def weights_digest(manifest: Manifest) -> str:
-    """Returns the SHA-256, in hex, of the digests of all groups, which is pinned at first use. It does not depend on
-    which layers are kept."""
-    return hashlib.sha256("".join(f"{group.name} {group.digest}\n" for group in manifest.groups).encode()).hexdigest()
+    """Returns the SHA-256, in hex, of all groups' layers, shapes and digests, which is pinned at first use. It does not
+    depend on which layers are kept."""
+    sha = hashlib.sha256()
+    for group in manifest.groups:  # A digest says neither the shape nor which columns are of which layer.
+        columns = ",".join(f"{layer.name}={layer.out_features}" for layer in group.layers)
+        sha.update(f"{group.name}\t{group.in_features}\t{columns}\t{group.digest}\n".encode())
+    return sha.hexdigest()
 
 
 def fetch_weights(

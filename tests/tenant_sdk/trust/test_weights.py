@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tenant_sdk.trust.weights import MOST_SCALE, fetch_weights
+from tenant_sdk.trust.weights import MOST_SCALE, fetch_weights, weights_digest
 from wire.errors import ConfigurationError, MalformedFrame
 from wire.manifest import GroupInfo
 from wire.ring.quantise import digest, max_norms
@@ -133,6 +133,17 @@ def test_scales_that_no_weight_has_are_refused_before_anything_is_asked_for(
         fetch(tmp_path, giver, group_of(WEIGHT, alpha), alpha)
     assert "\n" not in str(caught.value)
     assert giver.asked == 0
+
+
+def test_layers_that_change_their_places_change_what_is_pinned() -> None:
+    """A group's digest stays the same if its layers are named in another order, and each has another's weight then."""
+    weight = torch.ones(2, 4, dtype=torch.int8)
+    group = group_of(weight, torch.ones(4))
+    parts = [group.layers[0].model_copy(update={"name": name, "out_features": 2}) for name in ("a.k", "a.v")]
+    orders = [group.model_copy(update={"layers": tuple(layers)}) for layers in (parts, parts[::-1])]
+    one, other = (weights_digest(Announced([each])) for each in orders)  # type: ignore[arg-type]
+    assert one != other
+    assert one == weights_digest(Announced([orders[0].model_copy(update={"max_row_norm": 3.0})]))  # type: ignore[arg-type]
 
 
 def test_other_scales_than_the_bundle_has_are_refused(tmp_path: Path) -> None:
