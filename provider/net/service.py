@@ -306,7 +306,7 @@ class ProviderService:
             context.abort(grpc.StatusCode.NOT_FOUND, "no weights for this tenant")
         except (QuotaExceeded, ConfigurationError):  # Without the usage file nobody knows what is left.
             self._refusals.add(tenant, _NO_MORE_WEIGHTS)
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no more weights today")
+            context.abort(grpc.StatusCode.OUT_OF_RANGE, "no more weights today")
         return chunks
 
     def _serve_stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:

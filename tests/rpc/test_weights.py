@@ -19,7 +19,7 @@ import wire.transport.grpc_connection as grpc_connection
 from provider.config import load_settings
 from provider.model.served_model import ServedModel
 from provider.model.weight_file import WeightFile
-from provider.net.admission import Admission
+from provider.net.admission import MAX_CALLS_PER_TENANT, Admission
 from provider.net.server import Server
 from provider.operations.usage import UsageBook, report
 from provider.schedule.quota import DailyBytes, TenantLimits
@@ -28,6 +28,7 @@ from tenant_sdk import TenantClient
 from tenant_sdk.session import AcceptedChangeWarning
 from tenant_sdk.usage import status_of, status_text
 from tests.support.providers import Provider, WrappedModel, make_served_model
+from tests.support.raw_peers import RawStream
 from tests.support.tiny_models import make_chat_model
 from wire.errors import (
     ConfigurationError,
@@ -167,6 +168,20 @@ def test_each_tenant_has_a_quota_of_its_own(
     assert "more weights than it may fetch in a day" in caplog.text
     with client_of(provider, tmp_path / "third", "globex") as client:
         client.connect()
+
+
+def test_too_many_calls_are_not_told_as_a_quota_of_a_day(
+    start: Callable[..., Provider], served: ServedModel, tmp_path: Path
+) -> None:
+    """Whoever waits until tomorrow for that waits in vain."""
+    provider = start(served, Admission({"acme": LARGE}))
+    streams = [RawStream(provider, "acme") for _ in range(MAX_CALLS_PER_TENANT)]
+    connection = provider.connect()
+    with pytest.raises(QuotaExceeded, match="too many calls open") as caught:
+        b"".join(connection.fetch_weights(served.manifest().groups[0]))
+    assert "today" not in str(caught.value)
+    for stream in streams:
+        stream.close()
 
 
 def test_a_transfer_that_is_given_up_takes_all_its_bytes_from_the_quota(

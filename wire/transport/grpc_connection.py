@@ -52,7 +52,7 @@ def _no_weights(exc: grpc.RpcError) -> VeilbaseError | None:
     code = exc.code() if hasattr(exc, "code") else None
     if code in _NOT_GIVEN:
         return NotPermitted(NO_WEIGHTS)
-    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+    if code == grpc.StatusCode.OUT_OF_RANGE:
         return QuotaExceeded(
             "the provider gives this tenant no more weights today: keep fewer layers, try again tomorrow (UTC), or ask "
             "its operator for more weight_bytes_per_day"
