@@ -19,6 +19,8 @@ QUANTISER_VERSION = 1
 """The version of the rule by which `quantise` rounds: weights that another version kept on disk are not used."""
 SMALLEST_COLUMN = 1e-8
 """The smallest value that is used as a column's largest magnitude, so that a column of zeros has a scale above zero."""
+MOST_SQUARES = 1 << 24
+"""How many squares `square_sums` holds at a time, 128 MiB. Their sums are exact, so it changes no bit."""
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +71,7 @@ def square_sums(quantised: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     (in_features,)."""
     columns = []
     rows = torch.zeros(quantised.shape[0], dtype=torch.float64, device=quantised.device)
-    for part in quantised.split(4096, dim=1):  # Splitting bounds the scratch memory on wide layers.
+    for part in quantised.split(max(1, MOST_SQUARES // max(1, quantised.shape[0])), dim=1):
         squares = part.to(torch.float64).square_()
         columns.append(squares.sum(dim=0))
         rows += squares.sum(dim=1)

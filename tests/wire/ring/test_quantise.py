@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.repository import golden_vectors
 from wire.errors import InvalidTensor
-from wire.ring.quantise import INT8_MAX, column_norms, digest, max_norms, quantise
+from wire.ring.quantise import INT8_MAX, column_norms, digest, max_norms, quantise, square_sums
 
 CASES = golden_vectors("quantise.json")
 LARGEST = float(np.finfo(np.float32).max)
@@ -105,6 +106,31 @@ def test_norms_of_a_layer_wider_than_one_block() -> None:
     column, row = max_norms(quantised)
     assert 127**2 * 3 <= Fraction(column) ** 2 <= 127**2 * 3 * (1 + Fraction(1, 10**12))
     assert 127**2 * 9000 <= Fraction(row) ** 2 <= 127**2 * 9000 * (1 + Fraction(1, 10**12))
+
+
+class Doubles(TorchDispatchMode):
+    """Notes the most float64 numbers of one tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float64:
+            self.most = max(self.most, made.numel())
+        return made
+
+
+def test_sums_of_a_tall_weight_take_no_more_memory_than_of_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wire.ring.quantise.MOST_SQUARES", 1000)
+    for shape in ((900, 70), (70, 900), (3000, 2)):
+        weight = torch.randint(-127, 128, shape, dtype=torch.int8)
+        with Doubles() as made:
+            columns, rows = square_sums(weight)
+        assert made.most <= max(1000, shape[0])
+        squares = weight.to(torch.int64).square()
+        assert (columns.tolist(), rows.tolist()) == (squares.sum(dim=0).tolist(), squares.sum(dim=1).tolist())
 
 
 def test_norms_of_zeros_leave_a_scale() -> None:
