@@ -11,6 +11,7 @@ Guarantees: the file has no name, so it disappears however the process ends. Sev
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -45,13 +46,15 @@ class WeightFile:
             ConfigurationError: the disk is full or cannot be written.
         """
         try:
-            self._file = tempfile.TemporaryFile(dir=parent)  # noqa: SIM115 - it stays open while it is served
-            self._starts = [0]
-            for group in groups:
-                for chunk in group_bytes(group):
-                    self._file.write(chunk)
-                self._starts.append(self._file.tell())
-            self._file.flush()
+            with contextlib.ExitStack() as undo:  # A file that is left to the collector would fail there again.
+                self._file = undo.enter_context(tempfile.TemporaryFile(dir=parent))
+                self._starts = [0]
+                for group in groups:
+                    for chunk in group_bytes(group):
+                        self._file.write(chunk)
+                    self._starts.append(self._file.tell())
+                self._file.flush()
+                undo.pop_all()
         except OSError as exc:
             raise ConfigurationError(
                 f"cannot write the weights that tenants may fetch under {parent or tempfile.gettempdir()}: "

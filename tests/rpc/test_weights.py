@@ -341,6 +341,27 @@ def test_a_full_disk_of_the_provider_is_one_line(served: ServedModel, monkeypatc
     assert "\n" not in str(caught.value)
 
 
+def test_a_disk_that_fills_up_meanwhile_leaves_no_open_file(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter writes what is left of an open file when it is collected, and says that this failed."""
+
+    class Full(io.RawIOBase):
+        readable = writable = seekable = lambda self: True
+
+        def seek(self, *where: int) -> int:
+            return 0
+
+        def write(self, data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    file = io.BufferedRandom(Full())
+    monkeypatch.setattr("provider.model.weight_file.tempfile.TemporaryFile", lambda **options: file)
+    with pytest.raises(ConfigurationError, match="No space left on device; free some space"):
+        WeightFile(served.served.groups, None)
+    assert file.closed
+
+
 # ---- what the tenant refuses -----------------------------------------------------------------------------------------
 
 
