@@ -5,10 +5,10 @@ tenants on the provider's own host.
 A tenant on the provider's own host may ask for the manifest or a file in place of a stream, by its first frame
 (wire/SPEC.md, section 3).
 
-Guarantees: every call, and every request inside a stream, is checked against the registry. Messages above the frame
-limit are refused before they reach this code. Tensors pass through neither protobuf nor pickle. If a tenant of this
-host does not read the manifest or the file that it asked for, its connection is ended after a deadline. Only one chunk
-of the file at a time waits in this process's memory.
+Guarantees: every call, every request inside a stream and every chunk of a weight is checked against the registry.
+Messages above the frame limit are refused before they reach this code. Tensors pass through neither protobuf nor
+pickle. If a tenant of this host does not read the manifest or the file that it asked for, its connection is ended after
+a deadline. Only one chunk of the file at a time waits in this process's memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
 from provider.identity.revocations import RegistryUnreadable, RevocationList
 from provider.model.served_model import ServedModel
-from provider.net.admission import Access, AccessCheck, Admission, Calls
+from provider.net.admission import UNREADABLE, Access, AccessCheck, Admission, Calls
 from provider.net.carrier import carry
 from provider.net.ports import LINGER_S
 from provider.net.session import HANDSHAKE_S, STOPPING, SWEEP_S, ServiceStatus, Session
@@ -282,12 +282,24 @@ class ProviderService:
 
     def _send_weights(self, request: bytes, context: Any) -> Iterator[bytes]:
         """Sends the weight of one group to a tenant that may fetch it, and counts each chunk as it is sent: gRPC drops
-        this generator without a word if the tenant gives up."""
-        tenant = self._enter(context)
-        usage = self.usage.of(tenant)
-        for chunk in self._weights_for(tenant, request, context):
+        this generator without a word if the tenant gives up. A tenant that is revoked meanwhile gets no more."""
+        access = self._admit(context)
+        self._occupy(access.tenant, context)
+        usage = self.usage.of(access.tenant)
+        for chunk in self._weights_for(access.tenant, request, context):
+            self._check_still_admitted(access, context)
             usage.fetched(len(chunk))
             yield chunk
+
+    def _check_still_admitted(self, access: Access, context: Any) -> None:
+        """Ends the RPC of a caller that is no longer admitted."""
+        try:
+            code = access.refusal()
+        except RegistryUnreadable as exc:
+            self._refusals.add(access.tenant, UNREADABLE)
+            self._end(exc, context)
+        if code is not None:
+            self._end(NotPermitted() if code is WireCode.NOT_PERMITTED else Unauthenticated(), context)
 
     def _weights_for(self, tenant: str, request: bytes, context: Any) -> Iterator[bytes]:
         """Returns the chunks of the weight that a tenant asks for; ends the RPC if the tenant may not have it."""
@@ -436,8 +448,12 @@ class ProviderService:
         except (Unauthenticated, NotPermitted, Unavailable) as exc:
             if isinstance(exc, Unavailable) and exc.retry_s > 0:
                 context.set_trailing_metadata(((RETRY_METADATA, str(math.ceil(1000 * exc.retry_s))),))
-            context.abort(*next(status for kind, status in _STATUS.items() if isinstance(exc, kind)))
-            raise  # This is not reached: `abort` raises.
+            self._end(exc, context)
+
+    def _end(self, exc: VeilbaseError, context: Any) -> NoReturn:
+        """Ends an RPC with the status of `_STATUS` that stands for a refusal."""
+        context.abort(*next(status for kind, status in _STATUS.items() if isinstance(exc, kind)))
+        raise exc  # This is not reached: `abort` raises.
 
     def _look_up(self, cert_pem: bytes) -> Access:
         access = self._access_check.admit(cert_pem)

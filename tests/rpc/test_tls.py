@@ -24,7 +24,7 @@ from tests.support.raw_peers import RawStream
 from tests.support.ring_products import CALL, ask, assert_served, ring_rows
 from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
-from wire.transport.grpc_channel import BUNDLE_METHOD, MANIFEST_METHOD
+from wire.transport.grpc_channel import BUNDLE_METHOD, MANIFEST_METHOD, WEIGHTS_METHOD
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
@@ -95,7 +95,7 @@ def test_a_revoked_tenant_and_one_with_too_many_calls_have_a_line_each(
 def test_no_certificate_is_refused(provider: Provider) -> None:
     credentials = grpc.ssl_channel_credentials(provider.state.ca.pem)
     with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials) as channel:
-        for method in (MANIFEST_METHOD, BUNDLE_METHOD):
+        for method in (MANIFEST_METHOD, BUNDLE_METHOD, WEIGHTS_METHOD):
             with pytest.raises(grpc.RpcError):
                 list(channel.unary_stream(method)(b"config.json", timeout=WAIT_S))
 
@@ -151,7 +151,7 @@ def test_revocation_ends_a_stream_that_idles_after_small_calls(provider: Provide
     connection.close()
 
 
-@pytest.mark.parametrize("method", [MANIFEST_METHOD, BUNDLE_METHOD])
+@pytest.mark.parametrize("method", [MANIFEST_METHOD, BUNDLE_METHOD, WEIGHTS_METHOD])
 def test_revocation_closes_the_other_methods(provider: Provider, method: str) -> None:
     identity = provider.identity("fired")
     revoke(provider.state, "fired")

@@ -17,6 +17,7 @@ import torch
 
 import wire.transport.grpc_connection as grpc_connection
 from provider.config import load_settings
+from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
 from provider.model.weight_file import WeightFile
 from provider.net.admission import MAX_CALLS_PER_TENANT, Admission
@@ -214,6 +215,29 @@ def test_the_part_of_a_weight_that_was_sent_is_counted(start: Callable[..., Prov
     chunks.close()  # type: ignore[attr-defined]
     gone.set()
     assert connection.traffic.usage.total().is_zero
+
+
+def test_a_tenant_that_is_revoked_meanwhile_gets_no_more(
+    start: Callable[..., Provider], served: ServedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, is_revoked = WrappedModel(served), threading.Event()
+
+    def read(group: int) -> Iterator[bytes]:
+        yield bytes(100)
+        assert is_revoked.wait(30)
+        yield bytes(50)
+
+    slow.read_weights = read  # type: ignore[attr-defined]
+    provider = start(slow, Admission({"acme": LARGE}))
+    connection = provider.connect()
+    chunks = connection.fetch_weights(connection.manifest().groups[0])
+    assert next(chunks) == bytes(100)
+    revoke(provider.state, "acme")
+    is_revoked.set()
+    with pytest.raises(NotPermitted, match="revoked"):
+        next(chunks)
+    assert theirs(provider).weight_bytes == 100
+    assert "its certificate was revoked" in caplog.text
 
 
 def test_a_provider_that_was_restarted_goes_on_with_the_quota(
