@@ -53,12 +53,12 @@ class Call:
     bits: int = 32
     reply_bits: int = 32
 
-    @functools.cached_property
+    @property
     def product(self) -> Call:
         """Returns this call with numbers of 32 bits. Rows are multiplied alike whatever their widths, so requests of
         several widths can share a product."""
-        return (
-            self
-            if self.bits == self.reply_bits == 32
-            else Call(self.group, self.direction, self.arithmetic, self.purpose)
-        )
+        return self if self.bits == self.reply_bits == 32 else self._whole
+
+    @functools.cached_property
+    def _whole(self) -> Call:
+        return Call(self.group, self.direction, self.arithmetic, self.purpose)
