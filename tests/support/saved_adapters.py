@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from runtime.loading import loading
 from tenant_sdk.adapter_checks import CONFIG, WEIGHTS
-from tenant_sdk.serving.adapters import AdapterLoan, AdapterStore
+from tenant_sdk.serving.adapters import AdapterLoan, AdapterStore, reader
 from tests.support.tiny_models import tiny_config
 
 WAIT_S = 60.0
@@ -103,6 +103,7 @@ class Openings:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files: list[str] = []
         self.parsed: list[str] = []
+        monkeypatch.setattr(reader, "RACY_NS", -1)  # files that have just been written are opened again
         for owner in (os, io, builtins):
             monkeypatch.setattr(owner, "open", self._noting(owner.open))
         loads = json.loads
