@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -35,6 +36,7 @@ CA_LIFETIME = timedelta(days=3650)
 # Some TLS stacks refuse a longer lifetime: CA/Browser Forum baseline requirements, section 6.3.2.
 SERVER_LIFETIME = timedelta(days=397)
 _TENANT_URI = "veilbase://tenant/"
+_LOGGER = logging.getLogger(__name__)
 _REPAIR = "restore it from a backup, or start with an empty directory and enrol every tenant again"
 
 TENANT_NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -158,10 +160,18 @@ class StateDir:
         if num_present == 2:
             return self._load_authority(now)
         if num_present == 1:
-            raise self.damaged(f"expected both ca_key.pem and ca.pem, found only one: {_REPAIR}")
+            if not create or not self._has_no_tenants():
+                raise self.damaged(f"expected both ca_key.pem and ca.pem, found only one: {_REPAIR}")
+            _LOGGER.warning("%s: a CA that was not written whole, and enrolled nobody, is made anew", self.path)
+            for path in (self.ca_key_path, self.ca_path):
+                path.unlink(missing_ok=True)
         if not create:
             raise self._nothing_here()
         return self._create_authority(now)
+
+    def _has_no_tenants(self) -> bool:
+        """Tells whether no certificate was ever issued: revoked and expired ones stay in the registry."""
+        return self.tenants_path.is_file() and self.tenants_path.read_bytes().strip() == b"[]"
 
     def _nothing_here(self) -> StateDamaged:
         return self.damaged("found no provider here: check --state, or run `provider serve --tls` or `enroll` first")
@@ -171,7 +181,7 @@ class StateDir:
         # and RevocationList refuses all callers.
         if not os.path.lexists(self.tenants_path):
             create_file(self.tenants_path, b"[]\n")
-        elif self.tenants_path.read_bytes().strip() != b"[]":
+        elif not self._has_no_tenants():
             raise self.damaged(f"found enrolled tenants but neither ca_key.pem nor ca.pem: {_REPAIR}")
         authority = _new_authority(now)
         create_file(self.ca_key_path, _private_pem(authority.key))

@@ -137,6 +137,18 @@ def lose_ca(state: StateDir) -> None:
     state.ca_key_path.unlink()
 
 
+@pytest.mark.parametrize("missing", ["ca.pem", "ca_key.pem"])
+def test_an_authority_that_was_not_written_whole_is_made_anew(tmp_path: Path, missing: str) -> None:
+    """A first start that was interrupted, or met a full disk, leaves one of both files."""
+    state = StateDir(tmp_path / "state")
+    (state.path / missing).unlink()
+    with pytest.raises(identity.StateDamaged, match="only one"):
+        StateDir(state.path, create=False)
+    again = StateDir(state.path)
+    assert again.ca.pem != state.ca.pem
+    assert StateDir(state.path).ca.pem == again.ca.pem
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -152,7 +164,10 @@ def lose_ca(state: StateDir) -> None:
         lose_ca,
     ],
 )
-def test_a_damaged_state_is_one_line_and_no_new_ca(state: StateDir, damage: Callable[[StateDir], None]) -> None:
+def test_a_damaged_state_is_one_line_and_no_new_ca(
+    state: StateDir, tmp_path: Path, damage: Callable[[StateDir], None]
+) -> None:
+    enroll(state, "globex", tmp_path / "globex", ENDPOINT)
     damage(state)
     files = sorted(path.name for path in state.path.iterdir())
     with pytest.raises(identity.StateDamaged) as caught:
