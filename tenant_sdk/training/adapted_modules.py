@@ -94,10 +94,13 @@ def check_adapter(
             is adapted.
     """
     _check_blocks(settings, manifest)
-    if str(settings.get("target_modules")).lower() not in (ALL_LINEAR, "none"):
+    names_targets = str(settings.get("target_modules")).lower() not in (ALL_LINEAR, "none")
+    if names_targets or settings.get("modules_to_save"):
         modules = module_names(manifest, beginning(TENSORS))
         if modules is not None:
-            _check_targets(settings, modules)
+            _check_saved(settings, modules)
+            if names_targets:
+                _check_targets(settings, modules)
     if caches_prefix and _adapts_lowest(settings, [layer.name for group in manifest.groups for layer in group.layers]):
         raise ConfigurationError(NO_PREFIX)
 
@@ -176,6 +179,20 @@ def _check_targets(settings: Mapping[str, Any], modules: Collection[str]) -> Non
             warnings.warn(f"{_no_module(unknown[0], modules)}; the others are adapted", stacklevel=2)
 
 
+def _check_saved(settings: Mapping[str, Any], modules: Collection[str]) -> None:
+    """Refuses `modules_to_save` of which none names a module of the model, and warns of one that does not: PEFT passes
+    over both."""
+    wanted = settings.get("modules_to_save")
+    if not isinstance(wanted, list | tuple | set | frozenset) or not all(isinstance(each, str) for each in wanted):
+        return
+    ends = {end for name in modules for end in _ends(name)}
+    unknown = sorted(each for each in wanted if each not in ends)
+    if unknown and len(unknown) == len(wanted):
+        raise ConfigurationError(_no_module(unknown[0], modules, "modules_to_save"))
+    if unknown:
+        warnings.warn(f"{_no_module(unknown[0], modules, 'modules_to_save')}; it is not trained", stacklevel=2)
+
+
 def _check_pattern(wanted: str, modules: Collection[str]) -> None:
     """Refuses a text, which PEFT takes for a pattern of whole names."""
     if wanted.lower() == ALL_LINEAR:
@@ -197,11 +214,13 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise ConfigurationError("target_modules of peft_config is a text that is no regular expression") from None
 
 
-def _no_module(wanted: str, modules: Collection[str]) -> str:
+def _no_module(wanted: str, modules: Collection[str], setting: str = "target_modules") -> str:
     lasts = [*dict.fromkeys(name.rpartition(".")[2] for name in sorted(modules))]
+    if setting == "target_modules":
+        lasts.append(ALL_LINEAR)
     meant = nearest(wanted[:_MOST_CHARACTERS], [name for name in lasts if not name.isdecimal()])
     advice = "" if meant is None else f": the nearest is {meant}"
-    return f"target_modules of peft_config names {_shown(wanted)}, but no module of the model is called so{advice}"
+    return f"{setting} of peft_config names {_shown(wanted)}, but no module of the model is called so{advice}"
 
 
 def _ends(name: str) -> Iterator[str]:

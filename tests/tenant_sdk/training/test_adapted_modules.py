@@ -42,6 +42,12 @@ def check(client: TenantClient, *, caches_prefix: bool = False, **settings: Any)
         client.connect(partial(check_adapter, settings, caches_prefix))
 
 
+def test_one_unknown_module_to_save_beside_others_is_a_warning(client: TenantClient) -> None:
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "nrom"]}
+    with pytest.warns(UserWarning, match="modules_to_save .* 'nrom', .* the nearest is norm; it is not trained"):
+        client.connect(partial(check_adapter, settings, False))
+
+
 def names_of(client: TenantClient) -> frozenset[str] | None:
     found: list[frozenset[str] | None] = []
     client.connect(lambda manifest, beginning: found.append(module_names(manifest, beginning(TENSORS))))
@@ -55,6 +61,16 @@ def names_of(client: TenantClient) -> frozenset[str] | None:
             {"target_modules": ["q_prj"]},
             "names 'q_prj', but no module of the model is called so: the nearest is q_proj",
         ),
+        (
+            {"target_modules": "all_linear"},
+            "names 'all_linear', but no module of the model is called so: the nearest is all-linear",
+        ),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]},
+            "modules_to_save of peft_config names 'lm_haed', but no module of the model is called so: the nearest is "
+            "lm_head",
+        ),
+        ({"target_modules": "all-linear", "modules_to_save": ["nrom"]}, "modules_to_save of peft_config names 'nrom'"),
         ({"target_modules": {"o_prjo", "q_prj"}}, "names 'o_prjo', but no module"),
         ({"target_modules": "q_proj"}, "is the text 'q_proj', a pattern for the whole name of a module"),
         ({"target_modules": ".*q_prj"}, "names '.*q_prj', but no module"),
