@@ -6,8 +6,18 @@ READY := $(VENV)/.ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 LOCKED := --require-hashes --only-binary :all: --requirement
 # tells of pip's output (PIP_VERBOSE=1 takes --quiet back) each 25th file, and when what was fetched is installed
-STAGES := awk '/^ *(Downloading|Using cached|Processing) .*\.whl( |$$)/ && ++files % 25 == 0 { print files " packages fetched ..."; fflush() } \
-  /^Installing collected packages/ { print "installing " files " packages ..."; fflush() }'
+define STAGES
+import re, sys
+files = 0
+for line in iter(sys.stdin.readline, ""):
+    if re.match(r" *(Downloading|Using cached|Processing) .*\.whl( |$$)", line):
+        files += 1
+        if files % 25 == 0:
+            print(files, "packages fetched ...")
+    elif line.startswith("Installing collected packages"):
+        print("installing", files, "packages ...")
+endef
+export STAGES
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # compiled once, and not in every process that the tests start
@@ -36,7 +46,7 @@ $(READY): pyproject.toml constraints.txt requirements.lock lock.py setup.py $(wi
 	$(BIN)/python lock.py dev build model > $(VENV)/locked.txt
 	@echo "downloading and installing all other packages and the demo's model, which takes a few minutes ..."
 	@set -o pipefail; PIP_VERBOSE=1 $(INSTALL) $(LOCKED) $(VENV)/locked.txt \
-	| $(STAGES)
+	| $(PYTHON) -u -c "$$STAGES"
 	@echo "compiling the kernels, which takes a minute or two ..."
 	$(INSTALL) --no-build-isolation --editable .
 	@touch $(READY)

@@ -47,7 +47,7 @@ def test_make_setup_tells_the_stages_of_the_longest_step() -> None:
     told_first = ["Collecting package0==1.0", "  Downloading package0-1.0-py3-none-any.whl.metadata (3 kB)"] * 30
     lines = [*told_first, *fetched, "Installing collected packages: package0, package1", "Successfully installed x"]
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    program = ["make", "--silent", "--eval=stages: ; @$(STAGES)", "stages"]
+    program = ["make", "--silent", '--eval=stages: ; @$(PYTHON) -u -c "$$STAGES"', "stages"]
     done = subprocess.run(
         program, cwd=ROOT, env=alone, capture_output=True, text=True, check=True, input="\n".join(lines)
     )
