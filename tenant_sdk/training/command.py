@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftType
 
-from runtime.command_line import instead
 from tenant_sdk.kinds.refused import check_trainable
 from tenant_sdk.training.dataset import source_of
 from tenant_sdk.training.finetune import adapter_errors, default_peft_config
-from tenant_sdk.training.recipe import Recipe, check_keys, check_same_run, is_pipe
+from tenant_sdk.training.recipe import Recipe, check_keys, check_peft_type, check_same_run, is_pipe
 from tenant_sdk.training.run_identity import RunIdentity, adapter_part, data_part, texts
 from tenant_sdk.training.settings import FinetuneResult
 from tenant_sdk.training.token_rows import check_kind, parse_data
@@ -164,9 +163,7 @@ def peft_config_of(recipe: Recipe) -> PeftConfig:
     """
     settings = dict(recipe.peft_config or {})
     name = str(settings.pop("peft_type", "LORA"))
-    if name not in PeftType.__members__:
-        advice = instead(name, PeftType.__members__, "docs/peft.md")
-        raise ConfigurationError(f"peft_config: {ascii(name)[:60]} is no peft_type: {advice}")
+    check_peft_type(name, PeftType.__members__)
     kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType[name]]
     keys = [field.name for field in dataclasses.fields(kind)]
     check_keys("peft_config: ", settings, keys, f"PEFT's documentation of {kind.__name__}")

@@ -18,7 +18,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -392,17 +392,38 @@ def _check_data(data: Path, options: FinetuneOptions) -> dict[str, str]:
 
 
 def _check_peft_keys(settings: Mapping[str, Any]) -> None:
-    """Refuses a key of `peft_config` that PEFT's settings of this kind do not have. PEFT is not imported, which takes
-    seconds, but its source files are read; where they cannot be, or have another form, nothing is said.
+    """Refuses a kind that PEFT does not have, and a key of `peft_config` that its settings of this kind do not have.
+    PEFT is not imported, which takes seconds, but its source files are read; where they cannot be, or have another
+    form, nothing is said.
 
     Raises:
-        ConfigurationError: a key is not known.
+        ConfigurationError: the kind or a key is not known.
     """
     name = str(settings.get("peft_type", "LORA"))
-    kind, keys = peft_fields(name) if name.isascii() and name.isidentifier() else ("", [])
+    check_peft_type(name, peft_types() or [name])
+    kind, keys = peft_fields(name)
     if keys:
         own = {key: value for key, value in settings.items() if key != "peft_type"}
         check_keys("peft_config: ", own, keys, f"PEFT's documentation of {kind}")
+
+
+def check_peft_type(name: str, known: Collection[str]) -> None:
+    """Raises ConfigurationError if the name of a kind of adapter is none of those that are known."""
+    if name not in known:
+        advice = instead(name, known, "docs/peft.md")
+        raise ConfigurationError(f"peft_config: {ascii(name)[:60]} is no peft_type: {advice}")
+
+
+def peft_types() -> list[str]:
+    """Returns the names of PEFT's kinds, such as LORA, as its source files register them; none if they cannot be
+    read."""
+    try:
+        spec = importlib.util.find_spec("peft")
+        tuners = Path(spec.origin).parent / "tuners" if spec is not None and spec.origin else Path()
+        files = sorted(tuners.glob("*/__init__.py"))
+        return [each.parent.name.upper() for each in files if "register_peft_method(" in each.read_text("utf-8")]
+    except (OSError, ValueError):
+        return []
 
 
 def peft_fields(name: str) -> tuple[str, list[str]]:

@@ -18,7 +18,15 @@ from typer.testing import CliRunner
 
 from tenant_sdk import cli
 from tenant_sdk.training.command import finetune_command, peft_config_of
-from tenant_sdk.training.recipe import Recipe, RunRecipe, check_recipe_early, load_recipe, peft_fields, with_connection
+from tenant_sdk.training.recipe import (
+    Recipe,
+    RunRecipe,
+    check_recipe_early,
+    load_recipe,
+    peft_fields,
+    peft_types,
+    with_connection,
+)
 from tenant_sdk.training.settings import Evaluation, FinetuneResult
 from tests.support.repository import ROOT
 from tests.support.training import ROWS
@@ -232,12 +240,19 @@ def test_adapters_settings_that_cannot_be(recipe: Recipe, expected: str) -> None
     assert "\n" not in str(failure.value)
 
 
+def test_a_kind_that_there_is_not_is_told_early(tmp_path: Path) -> None:
+    recipe = loaded(NEEDED + "peft_config: {peft_type: LROA}", tmp_path)
+    with pytest.raises(ConfigurationError, match=r"'LROA' is no peft_type: the nearest is LORA$"):
+        check_recipe_early(recipe)
+
+
 def test_the_names_of_every_kinds_settings_are_read_from_pefts_source() -> None:
     for name, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items():
         known = (kind.__name__, {each.name for each in dataclasses.fields(kind)})
         found, keys = peft_fields(name.value)
         assert (found, set(keys)) == known
     assert peft_fields("NONE") == ("", [])
+    assert set(peft_types()) == {name.value for name in PEFT_TYPE_TO_CONFIG_MAPPING}
 
 
 @pytest.fixture
