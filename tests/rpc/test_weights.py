@@ -197,17 +197,23 @@ def test_a_transfer_that_is_given_up_takes_all_its_bytes_from_the_quota(
         fetched(provider)
 
 
-def test_the_part_of_a_weight_that_was_sent_is_counted(start: Callable[..., Provider], served: ServedModel) -> None:
-    """The tenant gives up after the first part, which only the provider counts."""
-    slow, gone = WrappedModel(served), threading.Event()
+def in_two_parts(served: ServedModel, goes_on: threading.Event) -> WrappedModel:
+    """Returns a model that gives 100 bytes of a weight, and 50 more after an event."""
 
     def read(group: int) -> Iterator[bytes]:
         yield bytes(100)
-        assert gone.wait(30)
+        assert goes_on.wait(30)
         yield bytes(50)
 
+    slow = WrappedModel(served)
     slow.read_weights = read  # type: ignore[attr-defined]
-    provider = start(slow, Admission({"acme": LARGE}))
+    return slow
+
+
+def test_the_part_of_a_weight_that_was_sent_is_counted(start: Callable[..., Provider], served: ServedModel) -> None:
+    """The tenant gives up after the first part, which only the provider counts."""
+    gone = threading.Event()
+    provider = start(in_two_parts(served, gone), Admission({"acme": LARGE}))
     connection = provider.connect()
     chunks = connection.fetch_weights(connection.manifest().groups[0])
     assert next(chunks) == bytes(100)
@@ -220,15 +226,8 @@ def test_the_part_of_a_weight_that_was_sent_is_counted(start: Callable[..., Prov
 def test_a_tenant_that_is_revoked_meanwhile_gets_no_more(
     start: Callable[..., Provider], served: ServedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slow, is_revoked = WrappedModel(served), threading.Event()
-
-    def read(group: int) -> Iterator[bytes]:
-        yield bytes(100)
-        assert is_revoked.wait(30)
-        yield bytes(50)
-
-    slow.read_weights = read  # type: ignore[attr-defined]
-    provider = start(slow, Admission({"acme": LARGE}))
+    is_revoked = threading.Event()
+    provider = start(in_two_parts(served, is_revoked), Admission({"acme": LARGE}))
     connection = provider.connect()
     chunks = connection.fetch_weights(connection.manifest().groups[0])
     assert next(chunks) == bytes(100)
